@@ -1,0 +1,42 @@
+# Every target does its own set-up: a virtual environment in .venv, exact CPU versions from constraints/cpu.txt.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.hangrig-ready
+SCENARIOS := dp-retract dp-pinned-hang dp-pinned-latency dp-pinned-corruption dp-idle-burst
+SEED ?= 1
+ARGS ?=
+
+.PHONY: setup stress-sim test hang lint bench compare clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints/cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit("hangrig needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/cpu.txt torch -e '.[test,lint]'
+	@touch $@
+
+stress-sim: setup  ## the main job: the scenario set on the simulated device, about five minutes
+	$(BIN)/hangrig run $(SCENARIOS) --device sim --seed $(SEED) $(ARGS)
+
+test: setup  ## all tests, lint included
+	$(BIN)/python -m pytest $(ARGS)
+
+hang: setup  ## the hang tests only
+	$(BIN)/python -m pytest -m hang $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup  ## performance, as ratios within one run, stored as JSON
+	$(BIN)/python -m bench $(ARGS)
+
+compare: setup  ## pinned against pageable in the newest run
+	$(BIN)/hangrig compare runs/latest --by pinned
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -1,0 +1,102 @@
+"""How long a rank may stand still before anybody wonders, learned from how long it stood still and went on.
+Pure.
+
+A budget belongs to one rank in one phase: a rank that is always ten times slower gets budgets of its own.
+Here are the numbers only; what is concluded from an exceeded budget is the watchdog's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+_GAPS_KEPT = 256
+_TAIL_QUANTILE = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class WatchdogSettings:
+    """All durations in seconds, as the agent's own clock shows them."""
+
+    sample_period_s: float = 0.1
+    """How often the agent means to take a sample."""
+    floor_s: float = 1.5
+    """No budget is shorter. A stop that is continued within this time is nothing."""
+    ceiling_s: float = 30.0
+    """No learned budget is longer; also what a warm rank gets in a phase that nobody has left yet."""
+    budget_multiple: float = 8.0
+    """A learned budget is this multiple of the tail (99th percentile) of the pauses seen in that phase."""
+    startup_s: float = 60.0
+    """Budget of the first occurrence of a phase on a cold rank: compilation, first step. May exceed the
+    ceiling."""
+    warm_steps: int = 20
+    """A rank that moved by this many steps is no longer cold."""
+    patient_phases: frozenset[str] = frozenset(
+        {"startup", "load", "warmup", "capture", "compile", "register"}
+    )
+    """Phases whose every occurrence may be a first one; they always have the startup budget."""
+    parked_phase: str = "parked"
+    """The phase of a host that waits for the driver. It owes nobody anything."""
+    proof_still_s: float = 0.5
+    """How long ranks must have stood still before their ledgers, read one after the other, prove a wait."""
+    confirm_after_s: float = 0.5
+    """A suspicion is confirmed by a sample at least this much later."""
+    starved_multiple: float = 5.0
+    """A gap between two samples counts for at most this many periods: beyond it the agent itself was starved,
+    or the machine was suspended, and what ranks did meanwhile is not known."""
+    livelock_s: float = 10.0
+    """Steps that move for this long without one finished token are a livelock, if they were futile."""
+    livelock_steps: int = 50
+    """The least number of such steps."""
+    livelock_futile: int = 10
+    """The least number of them seen to be futile: they retracted, or ran nothing although requests waited."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.sample_period_s <= self.floor_s <= self.ceiling_s:
+            raise ValueError(
+                f"watchdog: 0 < sample_period_s ({self.sample_period_s}) <= floor_s ({self.floor_s}) <= "
+                f"ceiling_s ({self.ceiling_s}) does not hold"
+            )
+        if self.confirm_after_s <= 0.0 or self.budget_multiple < 1.0 or self.starved_multiple < 1.0:
+            raise ValueError(
+                "watchdog: confirm_after_s must be above 0, budget_multiple and starved_multiple at least 1"
+            )
+
+
+class Budgets:
+    """The pauses of one rank, by phase."""
+
+    def __init__(self, settings: WatchdogSettings) -> None:
+        self._settings = settings
+        self._gaps: dict[str, deque[float]] = {}
+        self.left: set[str] = set()
+        """Phases that this rank has entered and left again."""
+
+    def learn(self, phase: str, gap_s: float) -> None:
+        """The rank stood still for ``gap_s`` while in ``phase``, and went on."""
+        self._gaps.setdefault(phase, deque(maxlen=_GAPS_KEPT)).append(gap_s)
+
+    def budget_s(self, phase: str, *, warm: bool, left_by_others: bool) -> float:
+        """Seconds that the rank may stand still in ``phase`` now.
+
+        ``warm``: it has made ``warm_steps``. ``left_by_others``: another rank has come through this phase.
+        """
+        settings = self._settings
+        if phase in settings.patient_phases:
+            return max(settings.startup_s, settings.ceiling_s)
+        if phase in self.left:
+            return self._learned_s(list(self._gaps.get(phase, ())))
+        if not warm:
+            return max(settings.startup_s, settings.floor_s)
+        if left_by_others:
+            return self._learned_s([gap for gaps in self._gaps.values() for gap in gaps])
+        return settings.ceiling_s
+
+    def _learned_s(self, gaps: list[float]) -> float:
+        settings = self._settings
+        tail_s = 0.0
+        if gaps:
+            gaps.sort()
+            tail_s = gaps[min(len(gaps) - 1, math.ceil(_TAIL_QUANTILE * len(gaps)) - 1)]
+        return min(max(settings.budget_multiple * tail_s, settings.floor_s), settings.ceiling_s)

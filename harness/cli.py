@@ -1,0 +1,365 @@
+"""The commands, thin: options in, a call, an exit status out.
+
+Here: what a user types and reads. Not here: anything that a program would want to call, which lives in
+`harness.run` and its neighbours. Those are imported inside the commands, so that ``--help`` stays quick.
+
+Exit status (DESIGN.md): 0 as expected, 1 an unexpected hang or regression, 2 bad usage, 3 unknown, 4 skipped,
+70 an error of hangrig's own. With ``--json`` standard output holds one JSON document and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, ParamSpec
+
+import typer
+
+from harness.cli_text import doctor_lines, outcome_lines, plan, plan_lines
+from harness.request import OnHang, RunOutcome, RunRequest
+from harness.scenario import (
+    Scenario,
+    ScenarioError,
+    find_scenario,
+    list_scenarios,
+    load,
+    record,
+    scenario_files,
+)
+from harness.store import RunStore, StoreError
+from harness.target import GROUP
+from harness.toggles import DEVICES, VALUES
+
+USAGE_ERROR = 2
+OWN_ERROR = 70
+INTERRUPTED = 130  # what shells expect after Ctrl-C
+
+P = ParamSpec("P")
+
+app = typer.Typer(
+    name="hangrig",
+    help="Makes rare hangs of LLM serving happen, and says which rank and stream stopped and why.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The console entry."""
+    app()
+
+
+def say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    typer.echo(json.dumps({"schema": 1, **document}, indent=1))
+
+
+def fail_usage(message: str) -> NoReturn:
+    say(message)
+    raise typer.Exit(USAGE_ERROR)
+
+
+def guarded(command: Callable[P, None]) -> Callable[P, None]:
+    """Turns what a command raises into a message and the exit status that the contract asks for."""
+
+    @functools.wraps(command)
+    def guard(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except ScenarioError as error:
+            fail_usage(str(error))
+        except StoreError as error:
+            say(f"hangrig: {error}")
+            raise typer.Exit(OWN_ERROR) from error
+        except KeyboardInterrupt as error:
+            say("interrupted")
+            raise typer.Exit(INTERRUPTED) from error
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except Exception as error:
+            say("".join(traceback.format_exception(error)))
+            say(f"hangrig: an error of its own, {type(error).__name__}: {error}; report the lines above")
+            raise typer.Exit(OWN_ERROR) from error
+
+    return guard
+
+
+# --- options -----------------------------------------------------------------------------------------------
+
+
+def parse_device(value: str) -> str:
+    if value not in DEVICES:
+        raise typer.BadParameter(f"{value!r} does not exist; allowed: {', '.join(DEVICES)}")
+    return value
+
+
+_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0}
+
+
+def parse_duration_s(text: str) -> float:
+    """``2h``, ``30m``, ``1h30m``, ``90s`` or ``90`` as seconds. Raises BadParameter."""
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        total_s = float(text)
+    elif re.fullmatch(r"(\d+(\.\d+)?[hms])+", text):
+        total_s = sum(float(n) * _UNITS_S[unit] for n, _, unit in re.findall(r"(\d+(\.\d+)?)([hms])", text))
+    else:
+        raise typer.BadParameter(f"{text!r} is no duration; write 2h, 30m, 1h30m or 90s")
+    if total_s <= 0:
+        raise typer.BadParameter(f"{text!r} is no time at all")
+    return total_s
+
+
+def parse_on_hang(text: str) -> tuple[OnHang, float | None]:
+    """``end``, ``hold`` or ``hold=30m``: what is done with hung ranks, and for how long."""
+    action, equals, duration = text.partition("=")
+    if action == "end" and not equals:
+        return "end", None
+    if action == "hold":
+        return "hold", parse_duration_s(duration) if equals else None
+    raise typer.BadParameter(f"{text!r} is not allowed; write end, hold or hold=30m")
+
+
+def run_folder(text: str) -> Path:
+    """A stored run that the user named; one that is none is bad usage."""
+    try:
+        return RunStore.open(Path(text)).path
+    except StoreError as error:
+        fail_usage(str(error))
+
+
+def load_scenarios(names: Sequence[str], settings: Sequence[str], device: str) -> tuple[Scenario, ...]:
+    """All scenarios, or every problem of all of them at once."""
+    problems, scenarios = [], []
+    for name in names:
+        try:
+            scenarios.append(load(find_scenario(name), settings, device))
+        except ScenarioError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        raise ScenarioError(problems)
+    twice = sorted({s.name for s in scenarios if sum(s.name == other.name for other in scenarios) > 1})
+    if twice:
+        fail_usage(f"two scenarios are named {', '.join(twice)}; rename one, or run them one after the other")
+    return tuple(scenarios)
+
+
+def check_targets(scenarios: Sequence[Scenario]) -> None:
+    """Refuses a target that is not installed, before anything starts."""
+    installed = sorted(entry.name for entry in entry_points(group=GROUP))
+    for scenario in scenarios:
+        if scenario.target.name not in installed:
+            fail_usage(
+                f"{scenario.name}: target.name={scenario.target.name}: is not installed; "
+                f"installed: {', '.join(installed) or 'none (pip install -e .)'}"
+            )
+
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+DeviceOption = Annotated[
+    str, typer.Option("--device", callback=parse_device, help=f"Where: {', '.join(DEVICES)}.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Changes a key, as workload.requests=401."),
+]
+OnHangOption = Annotated[str, typer.Option(metavar="end|hold[=30m]", help="What to do with hung ranks.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, as runs/latest.")]
+
+
+# --- output -----------------------------------------------------------------------------------------------
+
+
+def leave(document: dict[str, Any], text: str, status: int, as_json: bool) -> NoReturn:
+    """Prints one answer, for programs or for people, and leaves with its status."""
+    if as_json:
+        print_json(document)
+    else:
+        typer.echo(text)
+    raise typer.Exit(status)
+
+
+def finish(outcome: RunOutcome, as_json: bool) -> NoReturn:
+    """Prints what came of a run and leaves with its status."""
+    leave(outcome.report, "\n".join(outcome_lines(outcome)), outcome.exit, as_json)
+
+
+def print_plan(request: RunRequest) -> None:
+    """``--dry-run``: the trials in running order, and what each arm's toggles resolve to, and why."""
+    plans = [plan(scenario, request) for scenario in request.scenarios]
+    if request.json:
+        rows = [
+            {**record(p.scenario, p.arms, request.device), "trials": [trial.to_json() for trial in p.trials]}
+            for p in plans
+        ]
+        print_json({"dry_run": True, "device": request.device, "seed": request.seed, "scenarios": rows})
+        return
+    typer.echo("\n".join(line for p in plans for line in plan_lines(p, request.device)))
+
+
+# --- commands ----------------------------------------------------------------------------------------------
+
+
+@app.command("run", epilog="Example: hangrig run dp-retract --trials 5 --set workload.requests=401")
+@guarded
+def run_command(  # noqa: PLR0917 - typer passes options by name
+    scenarios: Annotated[list[str], typer.Argument(metavar="SCENARIO...", help="Names or .toml files.")],
+    device: DeviceOption = "sim",
+    settings: Settings = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Per arm; the scenario's count else.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first trial; trial i has seed + i.")] = 0,
+    time_budget: Annotated[str | None, typer.Option(metavar="2h", help="Starts no trial after it.")] = None,
+    faults: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A file of faults.")] = None,
+    on_hang: OnHangOption = "end",
+    ray_address: Annotated[str | None, typer.Option(metavar="A", help="A Ray cluster that runs.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where runs are stored.")] = Path("runs"),
+    allow_skip: Annotated[bool, typer.Option("--allow-skip", help="Exit 0 when all was skipped.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Prints the trials and runs none.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Runs scenarios: N trials per arm, watched, diagnosed and reported."""
+    for file in faults or ():
+        if not file.is_file():
+            raise typer.BadParameter(f"{file} is no file", param_hint="--faults")
+    action, hold_s = parse_on_hang(on_hang)
+    request = RunRequest(
+        scenarios=load_scenarios(scenarios, settings or (), device),
+        device=device,
+        seed=seed,
+        trials=trials,
+        out=out,
+        settings=tuple(settings or ()),
+        on_hang=action,
+        hold_s=hold_s,
+        ray_address=ray_address,
+        faults_files=tuple(faults or ()),
+        allow_skip=allow_skip,
+        json=as_json,
+        time_budget_s=None if time_budget is None else parse_duration_s(time_budget),
+        argv=tuple(sys.argv[1:]),
+    )
+    if dry_run:
+        print_plan(request)
+        return
+    check_targets(request.scenarios)
+    from harness import run
+
+    finish(run.run(request), as_json)
+
+
+@app.command("rerun", epilog="Example: hangrig rerun runs/latest")
+@guarded
+def rerun_command(  # noqa: PLR0917 - typer passes options by name
+    run_path: RunArgument,
+    trial: Annotated[str | None, typer.Argument(metavar="TRIAL", help="A trial's id.")] = None,
+    on_hang: OnHangOption = "end",
+    ray_address: Annotated[str | None, typer.Option(metavar="A", help="A Ray cluster that runs.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where runs are stored.")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """The same trial again; without TRIAL the first not passed, else the first hang, else the first."""
+    path = run_folder(run_path)
+    if trial is not None and not (path / "trials" / trial).is_dir():
+        known = sorted(folder.name for folder in (path / "trials").iterdir())
+        fail_usage(f"{path} has no trial {trial!r}; it has: {', '.join(known) or 'none'}")
+    action, hold_s = parse_on_hang(on_hang)
+    overrides: dict[str, Any] = {
+        "on_hang": action,
+        "hold_s": hold_s,
+        "ray_address": ray_address,
+        "out": out,
+        "json": as_json,
+        "argv": tuple(sys.argv[1:]),
+    }
+    from harness import run
+
+    finish(run.rerun(path, trial, overrides), as_json)
+
+
+@app.command("list", epilog="Example: hangrig list --json")
+@guarded
+def list_command(as_json: Json = False) -> None:
+    """The scenarios that come with hangrig, one line each."""
+    files = scenario_files()
+    scenarios = list_scenarios()
+    rows = [
+        {"name": s.name, "summary": s.summary, "reports": list(s.reports), "path": str(files[s.name])}
+        for s in scenarios
+    ]
+    width = max((len(scenario.name) for scenario in scenarios), default=0)
+    lines = [f"{scenario.name:{width}}  {scenario.summary}" for scenario in scenarios]
+    leave({"scenarios": rows}, "\n".join(lines), 0, as_json)
+
+
+@app.command("doctor", epilog="Example: hangrig doctor --device npu")
+@guarded
+def doctor_command(device: DeviceOption = "sim", as_json: Json = False) -> None:
+    """Is this machine ready, what is missing, and how to get it."""
+    from harness.doctor import doctor
+
+    report = doctor(device)
+    leave(report.to_json(), "\n".join(doctor_lines(report)), report.exit, as_json)
+
+
+@app.command("report", epilog="Example: hangrig report runs/latest")
+@guarded
+def report_command(run_path: RunArgument, as_json: Json = False) -> None:
+    """Writes the reports of a stored run again."""
+    path = run_folder(run_path)
+    from harness import run
+
+    finish(run.report(path), as_json)
+
+
+@app.command("recheck", epilog="Example: hangrig recheck runs/latest")
+@guarded
+def recheck_command(run_path: RunArgument, as_json: Json = False) -> None:
+    """Diagnoses and checks a stored run again, from its evidence, and writes the reports."""
+    path = run_folder(run_path)
+    from harness import run
+
+    finish(run.recheck(path), as_json)
+
+
+@app.command("compare", epilog="Example: hangrig compare runs/latest --by pinned")
+@guarded
+def compare_command(
+    run_path: RunArgument,
+    other: Annotated[str | None, typer.Argument(metavar="RUN", help="A later run.")] = None,
+    by: Annotated[str | None, typer.Option(metavar="TOGGLE", help=f"One of {', '.join(VALUES)}.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The arms of a run by one toggle, or two runs, side by side."""
+    if (other is None) == (by is None):
+        raise typer.BadParameter("give either --by TOGGLE or a second RUN")
+    if by is not None and by not in VALUES:
+        raise typer.BadParameter(f"{by!r} is no toggle; allowed: {', '.join(VALUES)}", param_hint="--by")
+    path = run_folder(run_path)
+    if other is not None:
+        from reports import compare_runs
+
+        runs = compare_runs.compare_runs(path, run_folder(other))
+        leave(runs, compare_runs.render(runs), compare_runs.exit_status(runs), as_json)
+    from reports import compare
+
+    try:
+        document = compare.compare_run(path, by or "")
+    except compare.CompareError as error:
+        fail_usage(str(error))
+    compare.write(path, document)
+    leave(document, compare.render(document), compare.exit_status(document), as_json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""Streams, events and flags of the simulated device, and the life that they share.
+
+A stream is a daemon thread with a first-in first-out queue. Every wait, on the host or on a stream thread,
+goes through one ``Life``: when an operation fails or the device is closed, all of them end. Locks are held
+for bookkeeping only, never while an operation runs.
+
+Not here: what a copy costs (``sim_memory.py``), what a graph is (``sim_graph.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import torch
+
+from harness import faults
+from harness.devices.base import DeviceError, DeviceTimeout, Event, Op
+
+if TYPE_CHECKING:
+    from harness.ledger import LedgerWriter
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SITES: dict[str, str | None] = {}
+_PLUMBING = ("serving/comm.py", "serving/transfer.py")
+"""Layers of the engine that carry out a caller's wish: the caller is the site worth naming."""
+
+
+def call_site() -> str:
+    """``serving/engine.py:123``: the nearest caller outside the device and the comm layer, seen from the root
+    of the package; a file elsewhere is named by its last two parts."""
+    frame = sys._getframe(1)
+    while True:
+        filename = frame.f_code.co_filename
+        try:
+            shown = _SITES[filename]
+        except KeyError:
+            shown = _SITES[filename] = _shown(filename)
+        if shown is not None:
+            return f"{shown}:{frame.f_lineno}"
+        if frame.f_back is None:
+            return "?:0"
+        frame = frame.f_back
+
+
+def _shown(filename: str) -> str | None:
+    path = Path(filename)
+    if not path.is_relative_to(_ROOT):
+        return "/".join(path.parts[-2:])
+    inside = path.relative_to(_ROOT).as_posix()
+    return None if inside.startswith("harness/devices/") or inside in _PLUMBING else inside
+
+
+class Stopped(Exception):
+    """Raised inside stream threads when a wait ends because the device failed or was closed."""
+
+
+class Life:
+    """Whether the device still works: the first error is kept, and ends every wait of the device."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+        """Failed or closed."""
+        self.closed = threading.Event()
+        self._lock = threading.Lock()
+        self._error: DeviceError | None = None
+        self._waits: dict[int, threading.Event] = {}
+        self._numbers = itertools.count()
+
+    def fail(self, where: str, cause: BaseException) -> None:
+        """Keeps the first error of a stream thread and wakes all that wait. A closed device has no errors."""
+        with self._lock:
+            if self.stopped.is_set():
+                return
+            notes = "".join(f" ({note})" for note in getattr(cause, "__notes__", ()))
+            self._error = DeviceError(f"{where} failed on the device: {type(cause).__name__}: {cause}{notes}")
+            self._error.__cause__ = cause
+            self._stop()
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed.set()
+            self._stop()
+
+    def check(self) -> None:
+        """Raises DeviceError if an operation has failed or the device was closed."""
+        if not self.stopped.is_set():
+            return
+        if self._error is None:
+            raise DeviceError("the device was closed; nothing can be enqueued or waited for any more")
+        raise DeviceError(str(self._error)) from self._error.__cause__
+
+    def block(self, signal: threading.Event, timeout_s: float | None) -> bool:
+        """Waits for ``signal``; False after ``timeout_s``. Raises Stopped when the device fails or closes."""
+        if not signal.is_set() or self.stopped.is_set():
+            number = next(self._numbers)
+            with self._lock:
+                if self.stopped.is_set():
+                    raise Stopped
+                self._waits[number] = signal
+            try:
+                came = signal.wait(timeout_s)
+            finally:
+                with self._lock:
+                    del self._waits[number]
+            if self.stopped.is_set():
+                raise Stopped
+            return came
+        return True
+
+    def delay(self, seconds: float) -> None:
+        """Lets modelled time pass on the calling thread. Raises Stopped when the device fails or closes."""
+        if seconds > 0.0 and self.stopped.wait(seconds):
+            raise Stopped
+
+    def delay_on_host(self, seconds: float) -> None:
+        """The same on the host, where the device's error is raised instead."""
+        if seconds > 0.0:
+            self.stopped.wait(seconds)
+        self.check()
+
+    def _stop(self) -> None:
+        self.stopped.set()
+        for signal in self._waits.values():
+            signal.set()
+
+
+class Point:
+    """One moment in one stream: set once, when all work before it is done.
+
+    ``transfers`` are copies that the stream handed to the DMA engine and went past (defect D3): only a wait
+    on the host looks at them.
+    """
+
+    __slots__ = ("done", "signal", "transfers")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.signal = threading.Event()
+        self.transfers: tuple[Point, ...] = ()
+
+    def finish(self) -> None:
+        self.done = True
+        self.signal.set()
+
+    def wait_on_host(self, life: Life, timeout_s: float, what: str) -> None:
+        """Raises DeviceTimeout after ``timeout_s``, DeviceError if the device failed or was closed."""
+        deadline_s = time.monotonic() + timeout_s
+        life.check()
+        try:
+            came = life.block(self.signal, timeout_s)
+            for transfer in self.transfers if came else ():
+                came = came and life.block(transfer.signal, max(0.0, deadline_s - time.monotonic()))
+        except Stopped:
+            life.check()
+            raise
+        if not came:
+            raise DeviceTimeout(f"{what} was not done after {timeout_s:g} s")
+
+
+class SimEvent:
+    """The newest point that was recorded in it, as in PyTorch: recording again moves it."""
+
+    __slots__ = ("_life", "point")
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self.point: Point | None = None
+
+    def query(self) -> bool:
+        self._life.check()
+        point = self.point
+        return point is None or (point.done and all(transfer.done for transfer in point.transfers))
+
+    def synchronize(self, timeout_s: float) -> None:
+        self._life.check()
+        if self.point is not None:
+            self.point.wait_on_host(self._life, timeout_s, "an event")
+
+
+class Flag:
+    """An external event: a flag in device memory. A record while it is set changes nothing, and is lost."""
+
+    __slots__ = ("_life", "_name", "_raised", "index")
+
+    def __init__(self, life: Life, name: str, index: int) -> None:
+        self.index = index
+        self._life = life
+        self._name = name
+        self._raised = threading.Event()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def record(self) -> None:
+        """Writes 1."""
+        self._raised.set()
+
+    def wait(self) -> None:
+        """Waits for 1, then writes 0. On a stream thread."""
+        if faults.ACTIVE is not None:
+            faults.ACTIVE.visit("event.wait", stream="compute", event=self._name)
+        self._life.block(self._raised, None)
+        self._raised.clear()
+
+
+class Worker:
+    """A daemon thread that runs what is posted to it, in order, until the device stops."""
+
+    def __init__(self, name: str, life: Life) -> None:
+        self.thread = threading.Thread(target=self._main, name=f"hangrig-{name}", daemon=True)
+        self._worker_name = name
+        self._life = life
+        self._queue: SimpleQueue[tuple[Op, int, str] | None] = SimpleQueue()
+        self.thread.start()
+
+    def post(self, op: Op, sequence: int, label: str) -> None:
+        """``sequence`` 0: not an operation of the ledger."""
+        self._queue.put((op, sequence, label))
+
+    def end(self) -> None:
+        """Asks the thread to end after what it runs now; what is queued is dropped once the life stopped."""
+        self._queue.put(None)
+
+    def completed(self, sequence: int) -> None:
+        """Called on the thread after each operation of the ledger."""
+
+    def _main(self) -> None:
+        with torch.no_grad():
+            while (item := self._queue.get()) is not None:
+                if self._life.stopped.is_set():
+                    continue
+                op, sequence, label = item
+                try:
+                    op()
+                    if sequence:
+                        self.completed(sequence)
+                except Stopped:
+                    continue
+                except BaseException as error:  # kept as the device's error: a thread is never lost
+                    self._life.fail(f"{label!r} on {self._worker_name}", error)
+                del item, op  # what the operation holds (tensors) lives no longer than it
+
+
+class SimStream(Worker):
+    """A stream. The host enqueues; the thread completes. With a ledger, both sides are written down."""
+
+    def __init__(self, name: str, life: Life, ledger: LedgerWriter | None) -> None:
+        self._name = name
+        self._ledger = ledger
+        self._transfers: list[Point] = []
+        self.recorder: Callable[[Op, str, bool], None] | None = None
+        """Set during a capture: takes operations instead of the queue."""
+        super().__init__(name, life)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def run(self, op: Op, label: str, *, opaque: bool = False) -> None:
+        if self.recorder is not None:
+            self.recorder(op, label, opaque)
+        else:
+            self.enqueue(op, label)
+
+    def record(self, event: Event) -> None:
+        self.refuse_in_capture("an event record")
+        self._life.check()
+        point = Point()
+        self.post(lambda: self._record(point), 0, "event.record")
+        _ours(event).point = point
+
+    def wait(self, event: Event) -> None:
+        self.refuse_in_capture("an event wait")
+        point = _ours(event).point
+        if point is not None:
+            self.enqueue(lambda: self._wait(point), "event.wait")
+
+    def synchronize(self, timeout_s: float) -> None:
+        self.refuse_in_capture("a synchronisation")
+        self._life.check()
+        point = Point()
+        self.post(lambda: self._reach(point), 0, "synchronize")
+        point.wait_on_host(self._life, timeout_s, f"stream {self._name}")
+
+    def enqueue(self, op: Op, label: str) -> None:
+        """Queues an operation that the ledger counts, whether or not a capture is under way. Records and
+        synchronisations are not counted: the operation before them tells the same."""
+        self._life.check()
+        sequence = 0 if self._ledger is None else self._ledger.enqueue(self._name, label, call_site())
+        self.post(op, sequence, label)
+
+    def passed(self, transfer: Point) -> None:
+        """On the stream's thread: the stream goes on although ``transfer`` is not done."""
+        self._transfers = [one for one in self._transfers if not one.done]
+        self._transfers.append(transfer)
+
+    def refuse_in_capture(self, what: str) -> None:
+        if self.recorder is not None:
+            raise DeviceError(f"{what} on {self._name} during a graph capture; move it out of the capture")
+
+    def stamp(self) -> None:
+        """On the monitor's thread: somebody looked."""
+        if self._ledger is not None:
+            self._ledger.stamp(self._name)
+
+    def completed(self, sequence: int) -> None:
+        if self._ledger is not None:
+            self._ledger.complete(self._name, sequence)
+
+    def _record(self, point: Point) -> None:
+        if faults.ACTIVE is not None:
+            faults.ACTIVE.visit("event.record", stream=self._name)
+        self._reach(point)
+
+    def _reach(self, point: Point) -> None:
+        if self._transfers:
+            point.transfers = tuple(one for one in self._transfers if not one.done)
+        point.finish()
+
+    def _wait(self, point: Point) -> None:
+        if faults.ACTIVE is not None:
+            faults.ACTIVE.visit("event.wait", stream=self._name)
+        self._life.block(point.signal, None)
+
+
+def _ours(event: Event) -> SimEvent:
+    if not isinstance(event, SimEvent):
+        raise TypeError(f"{event!r} is not an event of the simulated device; make it with device.event()")
+    return event

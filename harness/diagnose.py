@@ -1,0 +1,317 @@
+"""Evidence in, diagnosis out. Pure: no file, no clock, and the same evidence always gives the same words.
+
+The rules are asked in the order in which they lie near to the cause, and the first that has an answer gives
+it:
+
+1. a process is gone or stopped, or a rank raised while others wait where it never came;
+2. everything moves: nothing hangs, unless it moves for nothing;
+3. a replayed graph lacks a record that was overtaken (``diagnosis_streams.py``);
+4. the ranks disagree on what they agreed, brought different things, or wait in a circle
+   (``diagnosis_collectives.py``);
+5. one rank does something of its own while the others wait for it (``diagnosis_roots.py``);
+6. nothing decides: the facts, and no culprit.
+
+Only what hardware can show is used: ledgers, the process table, host stacks. Stacks of a simulated device's
+stream threads add facts and decide nothing. Whatever is missing makes a diagnosis weaker, never wrong: who is
+blamed by exclusion is blamed only when everyone else is known.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from harness.diagnosis_case import Case, View
+from harness.diagnosis_collectives import (
+    FOLLOWS_AGREEMENT,
+    MUST_AGREE,
+    collective,
+    divergence,
+    mismatch,
+    order,
+    raised,
+    still_waits,
+    wait_facts,
+)
+from harness.diagnosis_model import (
+    Cause,
+    Collective,
+    Confidence,
+    Culprit,
+    Diagnosis,
+    Evidence,
+    EvidenceSample,
+    Fact,
+    Kind,
+    Mechanism,
+    Mismatch,
+    Missing,
+    Operation,
+    RankEvidence,
+    Times,
+)
+from harness.diagnosis_roots import root_cause
+from harness.diagnosis_streams import stream_order
+from harness.livelock import is_futile, tokens_out
+
+__all__ = [
+    "Collective", "Culprit", "Diagnosis", "Evidence", "EvidenceSample", "Fact", "Mismatch", "Missing",
+    "Operation", "RankEvidence", "Times", "diagnose",
+]  # fmt: skip
+
+_LIVELOCK_RECORDS = 32
+"""Futile steps in one ledger that make a livelock even where the capture was made for another reason."""
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """Never raises for incomplete evidence; ``missing_evidence`` says what it had to do without."""
+    case = Case.of(evidence)
+    cause = (
+        _dead(case)
+        or _stopped(case)
+        or raised(case)
+        or _moving(case)
+        or stream_order(case)
+        or divergence(case, MUST_AGREE)
+        or mismatch(case)
+        or order(case)
+        or root_cause(case)
+        or divergence(case, FOLLOWS_AGREEMENT)
+        or _raised_alone(case)
+        or _undecided(case)
+    )
+    extra = tuple(fact for view in case.views.values() for fact in view.stack_facts())
+    return Diagnosis(
+        kind=cause.kind,
+        mechanism=cause.mechanism,
+        culprits=tuple(_culprit(case.views[rank]) for rank in cause.ranks),
+        stream=cause.stream,
+        operation=cause.operation,
+        collective=cause.collective,
+        proof=(*cause.facts, *extra),
+        confidence=cause.confidence,
+        signature=_signature(cause),
+        times=evidence.times,
+        missing_evidence=case.missing(),
+        simulation=evidence.device_is_simulation,
+    )
+
+
+def _culprit(view: View) -> Culprit:
+    return Culprit(view.rank, "rank", view.node, view.pid, view.device)
+
+
+def _signature(cause: Cause) -> str:
+    """Equal for the same defect under other seeds, pids, steps and ranks."""
+    family = cause.family.split()[0] if cause.family.split() else ""
+    parts = (cause.kind, cause.mechanism, cause.stream or "", family, cause.group, cause.phase)
+    return "/".join(re.sub(r"[\d]+", "", part).strip(" .-_") or "-" for part in parts)
+
+
+# Processes -----------------------------------------------------------------------------------------------
+
+
+def _dead(case: Case) -> Cause | None:
+    dead = [view for view in case.views.values() if view.condition == "dead" and not view.done]
+    if not dead:
+        return None
+    # Where gloo ends a process for a collective that did not match, the process is the symptom.
+    symptoms = all(view.symptom for view in dead)
+    # A ledger outlives its process: what it says last is what the process did last.
+    living = {rank: replace(view, condition="alive") for rank, view in case.views.items() if view in dead}
+    before = Case(case.evidence, {**case.views, **living})
+    if symptoms:
+        behind = mismatch(before) or raised(before) or order(before)
+        if behind is not None and behind.ranks:
+            return _renamed(behind, tuple(_dead_fact(view) for view in dead))
+    first = min(
+        dead, key=lambda view: (view.first_dead, view.symptom, _last_heartbeat_ns(dead, view), view.rank)
+    )
+    # A rank that died of another's doing is named only when no other can have done it.
+    decided = not symptoms or before.only_left(())
+    facts = [_dead_fact(first)]
+    facts += [_dead_fact(view) for view in dead if view is not first]
+    found = [wait for wait in still_waits(case) if first.rank in wait.members]
+    for wait in found:
+        facts += wait_facts(case, wait)
+    return Cause(
+        kind="dead",
+        mechanism="rank-dead",
+        ranks=(first.rank,) if decided else (),
+        facts=tuple(facts),
+        confidence=("proven" if len(dead) == 1 and not symptoms else "supported") if decided else "suspected",
+        stream="host",
+        collective=collective(found[0]) if found else None,
+    )
+
+
+def _last_heartbeat_ns(dead: list[View], view: View) -> int:
+    """Comparable only between ranks of one boot of one machine; 0, which decides nothing, otherwise."""
+    boots = {other.snapshot.header.boot_id for other in dead if other.snapshot is not None}
+    if view.snapshot is None or len(boots) != 1 or any(other.snapshot is None for other in dead):
+        return 0
+    return view.snapshot.host.heartbeat_ns
+
+
+def _dead_fact(view: View) -> Fact:
+    how = f": {view.exit}" if view.exit else ""
+    raised_lines = (view.exception or "").strip().splitlines()
+    also = f", after {raised_lines[-1]}" if raised_lines else ""
+    return Fact(f"rank {view.rank}: its process (pid {view.pid}) is gone{how}{also}", view.condition_path)
+
+
+def _renamed(cause: Cause, before: tuple[Fact, ...]) -> Cause:
+    return Cause(
+        kind="dead",
+        mechanism=cause.mechanism,
+        ranks=cause.ranks,
+        facts=(*before, *cause.facts),
+        confidence="supported",
+        stream=cause.stream,
+        operation=cause.operation,
+        collective=cause.collective,
+        family=cause.family,
+        group=cause.group,
+        phase=cause.phase,
+    )
+
+
+def _stopped(case: Case) -> Cause | None:
+    stopped = [view for view in case.views.values() if view.condition == "stopped" and not view.done]
+    if not stopped:
+        return None
+    facts: list[Fact] = []
+    for view in stopped:
+        often = "in every sample" if view.stopped_twice else "in one sample"
+        facts.append(
+            Fact(f"rank {view.rank}: its process (pid {view.pid}) is stopped {often}", view.condition_path)
+        )
+        facts += view.doing()
+    found = still_waits(case)
+    for wait in found:
+        facts += wait_facts(case, wait)
+    return Cause(
+        kind="stopped",
+        mechanism="rank-stopped",
+        ranks=tuple(view.rank for view in stopped),
+        facts=tuple(facts),
+        confidence="proven" if all(view.stopped_twice for view in stopped) else "supported",
+        stream="host",
+        collective=collective(found[0]) if found else None,
+    )
+
+
+def _raised_alone(case: Case) -> Cause | None:
+    """Ranks raised, and nobody is left waiting for them."""
+    failed = [view for view in case.views.values() if view.exception is not None]
+    if not failed:
+        return None
+    first_hand = tuple(view.rank for view in failed if not view.symptom)
+    decided = bool(first_hand) and case.others_known(view.rank for view in failed)
+    return Cause(
+        kind="dead",
+        mechanism="unknown",
+        ranks=first_hand if decided else (),
+        facts=tuple(view.raised_fact() for view in failed),
+        confidence="supported" if decided else "suspected",
+        stream="host",
+    )
+
+
+# Movement ------------------------------------------------------------------------------------------------
+
+
+def _moving(case: Case) -> Cause | None:
+    """Every rank that owes anything moved between the samples."""
+    busy = [view for view in case.views.values() if not (view.done or view.parked)]
+    if any(view.exception is not None for view in case.views.values()):
+        return None
+    if not busy or not all(view.moved for view in busy):
+        return None
+    futile = {view.rank: _futile(case, view) for view in busy}
+    most = max(futile.values())
+    named = "livelock" in case.evidence.reason.lower()
+    if _no_token_finished(busy) and (most >= _LIVELOCK_RECORDS or (named and most > 0)):
+        ranks = tuple(rank for rank, count in futile.items() if count > 0)
+        return Cause(
+            kind="livelock",
+            mechanism="livelock",
+            ranks=ranks,
+            facts=tuple(fact for view in busy if view.rank in ranks for fact in _futile_facts(case, view)),
+            confidence="proven" if named and most >= _LIVELOCK_RECORDS else "supported",
+            stream="host",
+        )
+    facts = tuple(
+        Fact(f"rank {view.rank}: its ledger moved between the samples", view.ledger_path) for view in busy
+    )
+    return Cause("none", "unknown", (), facts, "proven")
+
+
+def _futile(case: Case, view: View) -> int:
+    """Futile steps at the end of the rank's records, since its count of finished tokens last grew."""
+    records = [record for _, record in sorted(case.decisions(view.rank).items())]
+    newest = tokens_out(records)
+    if newest is None:
+        return 0
+    return sum(is_futile(record) for record in records if record.get("tokens_out") == newest)
+
+
+def _no_token_finished(busy: list[View]) -> bool:
+    return all(
+        view.snapshot is not None
+        and view.earlier is not None
+        and tokens_out(view.snapshot.decisions) == tokens_out(view.earlier.decisions)
+        for view in busy
+    )
+
+
+def _futile_facts(case: Case, view: View) -> list[Fact]:
+    records = [record for _, record in sorted(case.decisions(view.rank).items())]
+    retracted = {str(one) for record in records for one in (record.get("retracted") or ())}
+    facts = [
+        Fact(
+            f"rank {view.rank}: {_futile(case, view)} recorded steps retracted requests or ran nothing "
+            f"although requests waited, and finished no token (tokens_out stays {tokens_out(records)})",
+            case.decisions_path(view.rank),
+        )
+    ]
+    if retracted:
+        facts.append(
+            Fact(
+                f"rank {view.rank}: retracted again and again: {', '.join(sorted(retracted)[:8])}",
+                case.decisions_path(view.rank),
+            )
+        )
+    return facts
+
+
+# Nothing decides -----------------------------------------------------------------------------------------
+
+
+def _undecided(case: Case) -> Cause:
+    """The facts of every rank, and the capture's own reason; no culprit."""
+    facts: list[Fact] = []
+    if case.evidence.reason:
+        facts.append(Fact(f"captured because: {case.evidence.reason}", "evidence/manifest.json"))
+    found = still_waits(case)
+    for wait in found:
+        facts += wait_facts(case, wait)
+    for view in case.views.values():
+        if view.exception is not None:
+            facts.append(view.raised_fact())
+        facts += view.doing()
+    kind: Kind = "hang"
+    mechanism: Mechanism = "unknown"
+    confidence: Confidence = "suspected"
+    stuck = next((v for v in case.views.values() if v.still and v.unfinished()), None)
+    name = stuck.unfinished()[0] if stuck is not None else ""
+    return Cause(
+        kind,
+        mechanism,
+        (),
+        tuple(facts),
+        confidence,
+        collective=collective(found[0]) if found else None,
+        family=(stuck.operation(name) or Operation("", 0, "", 0.0)).label if stuck is not None else "",
+        group=found[0].group if found else "",
+    )

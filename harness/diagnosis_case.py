@@ -1,0 +1,298 @@
+"""The evidence of a capture arranged by rank, and how facts about a rank are worded. Pure.
+
+Nothing is concluded here beyond one rank's own condition: that it moved, stands still, is stopped or gone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from harness.diagnosis_model import Evidence, Fact, Missing, Operation, RankEvidence
+from harness.ledger_snapshot import OpRecord, Snapshot, StreamState
+from harness.stacks import Frame, ProcessStacks, wait_frames
+from harness.stillness import host_thread, left_place
+
+Condition: TypeAlias = Literal["alive", "stopped", "dead", "unknown"]
+
+PARKED = "parked"
+STALE_STAMP_S = 1.0
+"""A stream whose completing side has not looked for so long is in an unknown state."""
+
+_DEAD = frozenset({"dead", "missing", "z", "x"})
+_STOPPED = frozenset({"stopped", "t"})
+_SYMPTOM = re.compile(
+    r"time[d ]?\s?-?out|deadline|connection|reset by peer|broken pipe|closed|refused|enforcenotmet|gloo|"
+    r"nccl|hccl|backenderror|commerror|agreementerror|ei0002|different steps",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One rank over all samples. ``moved`` None: not known, for want of two readable ledgers."""
+
+    rank: int
+    snapshot: Snapshot | None
+    earlier: Snapshot | None
+    ledger_path: str
+    stacks: ProcessStacks | None
+    earlier_stacks: ProcessStacks | None
+    stacks_path: str
+    condition: Condition
+    condition_path: str
+    first_dead: int
+    stopped_twice: bool
+    exit: str | None
+    exception: str | None
+    done: bool
+    pid: int
+    node: str
+    device: str | None
+
+    @property
+    def moved(self) -> bool | None:
+        if self.snapshot is None or self.earlier is None:
+            return None
+        return self.snapshot.watermark() != self.earlier.watermark()
+
+    @property
+    def still(self) -> bool:
+        return self.moved is False
+
+    @property
+    def parked(self) -> bool:
+        return self.snapshot is not None and self.snapshot.host.phase == PARKED
+
+    @property
+    def known(self) -> bool:
+        """Enough of this rank is there to say what it does: two ledgers and a live process."""
+        return self.condition == "alive" and self.moved is not None
+
+    @property
+    def symptom(self) -> bool:
+        """It raised or ended with an error that a rank gets when *another* one fails."""
+        return bool(_SYMPTOM.search(f"{self.exception or ''} {self.exit or ''}"))
+
+    @property
+    def host_moved(self) -> bool:
+        if self.stacks is None or self.earlier_stacks is None:
+            return False
+        return left_place(self.earlier_stacks, self.stacks)
+
+    def stream(self, name: str) -> StreamState | None:
+        return None if self.snapshot is None else self.snapshot.streams.get(name)
+
+    def oldest(self, name: str) -> OpRecord | None:
+        stream = self.stream(name)
+        return None if stream is None else stream.oldest
+
+    def operation(self, name: str) -> Operation | None:
+        """The oldest unfinished operation of a stream, with how long it has been that."""
+        stream = self.stream(name)
+        if stream is None or stream.oldest is None or self.snapshot is None:
+            return None
+        pending_s = max(0.0, (self.snapshot.taken_ns - stream.oldest_since_ns) / 1e9)
+        oldest = stream.oldest
+        return Operation(oldest.label, oldest.sequence, oldest.site, round(pending_s, 3))
+
+    def unfinished(self) -> tuple[str, ...]:
+        """Streams with unfinished work; those that only wait for another stream's event come last."""
+        if self.snapshot is None:
+            return ()
+        names = [name for name, stream in self.snapshot.streams.items() if stream.oldest is not None]
+        return tuple(sorted(names, key=lambda name: (self._waits_for_event(name), name)))
+
+    def _waits_for_event(self, name: str) -> bool:
+        oldest = self.oldest(name)
+        return oldest is not None and oldest.label.startswith("event.")
+
+    def streams_unknown(self) -> bool:
+        """No completing side has looked for a while: the monitor cannot run, so the host is the suspect."""
+        if self.snapshot is None or not self.snapshot.streams:
+            return False
+        newest_ns = max(stream.stamp_ns for stream in self.snapshot.streams.values())
+        return self.snapshot.taken_ns - newest_ns > STALE_STAMP_S * 1e9
+
+    # Words -----------------------------------------------------------------------------------------------
+
+    def host_fact(self) -> Fact:
+        """What the host does, from the ledger and, where there is one, its stack."""
+        if self.snapshot is None:
+            return Fact(f"rank {self.rank}: no readable ledger", self.condition_path)
+        host = self.snapshot.host
+        since_s = max(0.0, (self.snapshot.taken_ns - host.since_ns) / 1e9)
+        where = self.host_frame()
+        place = f", in {where.words()}" if where is not None else ""
+        caller = self._waiting_caller()
+        place += f" under {caller.words()}" if caller is not None else ""
+        fact = (
+            f"rank {self.rank}: the host stands in phase {host.phase!r} of step {host.step} "
+            f"since {since_s:.2f} s{place}"
+        )
+        return Fact(fact, self.stacks_path if where is not None else self.ledger_path)
+
+    def _waiting_caller(self) -> Frame | None:
+        """The code that went into the wait in which the host is; None when it is in none."""
+        thread = None if self.stacks is None else host_thread(self.stacks)
+        waiting = () if thread is None else wait_frames(thread)
+        return thread.frames[len(waiting)] if thread and 0 < len(waiting) < len(thread.frames) else None
+
+    def host_frame(self) -> Frame | None:
+        """The innermost frame of the host thread."""
+        thread = None if self.stacks is None else host_thread(self.stacks)
+        return thread.frames[0] if thread is not None and thread.frames else None
+
+    def stream_fact(self, name: str) -> Fact | None:
+        operation = self.operation(name)
+        if operation is None:
+            return None
+        fact = (
+            f"rank {self.rank}: {name} has not finished {operation.label} (number {operation.sequence}, "
+            f"enqueued at {operation.site or 'an unknown place'}) since {operation.pending_s:.2f} s"
+        )
+        return Fact(fact, self.ledger_path)
+
+    def doing(self) -> tuple[Fact, ...]:
+        """Host first, then the stream that matters most."""
+        names = self.unfinished()
+        fact = self.stream_fact(names[0]) if names else None
+        return (self.host_fact(),) if fact is None else (self.host_fact(), fact)
+
+    def raised_fact(self) -> Fact:
+        text = (self.exception or "").strip().splitlines()
+        return Fact(
+            f"rank {self.rank} raised {text[-1] if text else 'an exception'}",
+            f"evidence/logs/rank{self.rank}.txt",
+        )
+
+    def stack_facts(self) -> tuple[Fact, ...]:
+        """Where the stream threads of a simulated device stand. They decide nothing: hardware has none."""
+        if self.stacks is None:
+            return ()
+        return tuple(
+            Fact(
+                f"rank {self.rank}: thread of {thread.role} stands in {thread.frames[0].name}",
+                self.stacks_path,
+            )
+            for thread in self.stacks.threads
+            if thread.role in ("compute", "copy", "comm", "update") and thread.frames
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All ranks of the trial, those without any evidence too."""
+
+    evidence: Evidence
+    views: Mapping[int, View]
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> Case:
+        ranks = set(range(evidence.world)) | {rank for sample in evidence.samples for rank in sample.ranks}
+        return cls(evidence, {rank: _view(evidence, rank) for rank in sorted(ranks)})
+
+    def snapshots(self) -> dict[int, Snapshot]:
+        return {rank: view.snapshot for rank, view in self.views.items() if view.snapshot is not None}
+
+    def others_known(self, ranks: Iterable[int]) -> bool:
+        """What is concluded about ``ranks`` by exclusion needs to know what every other rank does."""
+        chosen = set(ranks)
+        return all(
+            view.known or (view.done and view.snapshot is not None)
+            for rank, view in self.views.items()
+            if rank not in chosen
+        )
+
+    def only_left(self, ranks: Iterable[int]) -> bool:
+        """And no rank lacks decisions that its peers have, which could hide a cause."""
+        recorded = {bool(self.decisions(rank)) for rank, view in self.views.items() if not view.done}
+        return len(recorded) < 2 and self.others_known(ranks)
+
+    def decisions(self, rank: int) -> dict[int, Mapping[str, Any]]:
+        """Decision records by step: the file's where there is one, and the ring's."""
+        found: dict[int, Mapping[str, Any]] = {}
+        snapshot = self.views[rank].snapshot
+        for record in (*self.evidence.decisions.get(rank, ()), *(snapshot.decisions if snapshot else ())):
+            step = record.get("step")
+            if isinstance(step, int):
+                found[step] = record
+        return found
+
+    def decisions_path(self, rank: int) -> str:
+        from_file = rank in self.evidence.decisions
+        return f"decisions/rank{rank}.jsonl" if from_file else self.views[rank].ledger_path
+
+    def missing(self) -> tuple[Missing, ...]:
+        """What the capture said was missing, and what it did not say."""
+        pieces = list(self.evidence.missing)
+        if len(self.evidence.samples) < 2:
+            pieces.append(Missing("a second sample", f"the capture has {len(self.evidence.samples)}"))
+        for position, sample in enumerate(self.evidence.samples):
+            folder = _folder(self.evidence, position)
+            for rank in self.views:
+                found = sample.ranks.get(rank, RankEvidence())
+                for name, piece in (("ledger", found.snapshot), ("stacks", found.stacks)):
+                    if piece is None:
+                        why = (
+                            "the process is gone"
+                            if _condition(found.state) == "dead"
+                            else "not in the capture"
+                        )
+                        pieces.append(Missing(f"{folder}/{name}/rank{rank}.json", why))
+                if found.state is None:
+                    pieces.append(Missing(f"{folder}/processes.json: rank {rank}", "not in the capture"))
+        said: dict[str, Missing] = {}
+        for absent in pieces:
+            said.setdefault(absent.what, absent)
+        return tuple(said.values())
+
+
+def _folder(evidence: Evidence, position: int) -> str:
+    index = evidence.samples[position].index
+    return f"evidence/sample-{position if index is None else index}"
+
+
+def _condition(state: str | None) -> Condition:
+    if not state:
+        return "unknown"
+    word = state.strip().lower()
+    if word in _DEAD:
+        return "dead"
+    return "stopped" if word in _STOPPED else "alive"
+
+
+def _view(evidence: Evidence, rank: int) -> View:
+    found = [(position, s.ranks[rank]) for position, s in enumerate(evidence.samples) if rank in s.ranks]
+    ledgers = [(position, one.snapshot) for position, one in found if one.snapshot is not None]
+    stacks = [(position, one.stacks) for position, one in found if one.stacks is not None]
+    states = [(position, _condition(one.state)) for position, one in found if one.state]
+    last = len(evidence.samples) - 1
+    snapshot = ledgers[-1][1] if ledgers else None
+    condition = states[-1][1] if states else "unknown"
+    at = states[-1][0] if states else max(last, 0)
+    folder = _folder(evidence, at) if evidence.samples else "evidence"
+    pid = next((one.pid for _, one in reversed(found) if one.pid is not None), None)
+    header = snapshot.header if snapshot is not None else None
+    return View(
+        rank=rank,
+        snapshot=snapshot,
+        earlier=ledgers[0][1] if len(ledgers) > 1 else None,
+        ledger_path=f"{_folder(evidence, ledgers[-1][0])}/ledger/rank{rank}.json" if ledgers else folder,
+        stacks=stacks[-1][1] if stacks else None,
+        earlier_stacks=stacks[0][1] if len(stacks) > 1 else None,
+        stacks_path=f"{_folder(evidence, stacks[-1][0])}/stacks/rank{rank}.json" if stacks else folder,
+        condition=condition,
+        condition_path=f"{folder}/processes.json",
+        first_dead=next((position for position, state in states if state == "dead"), last + 1),
+        stopped_twice=sum(state == "stopped" for _, state in states) > 1,
+        exit=next((one.exit for _, one in reversed(found) if one.exit), None),
+        exception=evidence.exceptions.get(rank)
+        or next((one.exception for _, one in reversed(found) if one.exception), None),
+        done=any(one.task_done for _, one in found),
+        pid=pid if pid is not None else (header.pid if header is not None else 0),
+        node=next((one.node for _, one in found if one.node), header.node if header is not None else ""),
+        device=header.device if header is not None else next((o.device for _, o in found if o.device), None),
+    )

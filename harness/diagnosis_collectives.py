@@ -1,0 +1,358 @@
+"""Collectives and agreements: who waits, who is missing, and what that rank does instead. Pure.
+
+A wait points from the rank inside a collective to every member that has not entered it. Followed from rank to
+rank it ends either at a rank that waits for nobody (the root: the cause lies in what *it* does) or in a
+circle (two groups entered in two orders, or a collective that was skipped on the way to the next one).
+
+Blame needs the whole picture: where a member's ledger is missing, the wait is reported and nobody is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.diagnosis_case import Case, View
+from harness.diagnosis_model import Cause, Collective, Confidence, Fact, Mechanism, Mismatch
+from harness.ledger_snapshot import Snapshot
+from harness.waits import Side, Wait, cycle_in, describe, wait_edges, waits
+
+AGREEMENT_GROUPS = ("agree",)
+"""Groups that every rank enters once in every step: their counts can be held against the steps."""
+REGISTRATION = ("regist", "rendezvous", "symm")
+MUST_AGREE = ("mode_agreed", "modes", "tokens")
+"""Fields of a decision record that are the outcome of the agreement, so equal on all ranks."""
+FOLLOWS_AGREEMENT = ("padding", "bucket", "graph")
+"""Fields that follow from it; where only these differ, the collectives of the step tell the story."""
+
+
+def raised(case: Case) -> Cause | None:
+    """A rank raised, and others wait in a collective that it never entered."""
+    for wait in still_waits(case):
+        absent = [case.views[rank] for rank in wait.missing if case.views[rank].exception is not None]
+        first_hand = [view for view in absent if not view.symptom]
+        if not absent:
+            continue
+        chosen = first_hand or absent
+        ranks = tuple(view.rank for view in chosen)
+        decided = case.others_known(ranks)
+        facts = [view.raised_fact() for view in chosen]
+        facts += wait_facts(case, wait)
+        facts += [view.host_fact() for view in chosen]
+        return Cause(
+            kind="hang",
+            mechanism="collective-skipped",
+            ranks=ranks if decided else (),
+            facts=tuple(facts),
+            confidence="proven" if first_hand and decided else "suspected",
+            stream="host",
+            collective=collective(wait),
+            family=wait.operation,
+            group=wait.group,
+        )
+    return None
+
+
+def mismatch(case: Case) -> Cause | None:
+    """Ranks entered the same collective with different things; NCCL and HCCL wait for ever then."""
+    for wait in still_waits(case):
+        if not wait.mismatched:
+            continue
+        complete = not wait.unknown and case.only_left(())
+        odd = _deviators(case, wait) if complete else ()
+        ranks = (odd or _minority(wait.sides)) if complete else ()
+        skipped = bool(odd) and all(_jumped_ahead(case.views[rank], wait) for rank in odd)
+        facts = [*wait_facts(case, wait)]
+        facts += [Fact(side.words(), case.views[side.ranks[0]].ledger_path) for side in wait.sides]
+        if skipped:
+            facts += [
+                Fact(
+                    f"rank {rank} brought what in earlier rounds came after {wait.operation}",
+                    _path(case, rank),
+                )
+                for rank in odd
+            ]
+        facts += divergence_facts(case, FOLLOWS_AGREEMENT)
+        certain: Confidence = "proven" if ranks and len(wait.sides) > 1 and not skipped else "supported"
+        sides = tuple(
+            {"ranks": list(s.ranks), "operation": s.operation, "shape": list(s.shape), "dtype": s.dtype}
+            for s in wait.sides
+        )
+        return Cause(
+            kind="hang",
+            mechanism="collective-skipped" if skipped else "collective-mismatch",
+            ranks=ranks,
+            facts=tuple(facts),
+            confidence=certain if ranks else "suspected",
+            stream="comm",
+            collective=collective(wait, Mismatch(wait.mismatch_kind(), sides)),
+            family=wait.mismatch_kind(),
+            group=wait.group,
+        )
+    return None
+
+
+def divergence(case: Case, fields: tuple[str, ...]) -> Cause | None:
+    """The ranks' records of one step disagree in one of ``fields``, on which they had agreed."""
+    differing = first_divergence(case, fields)
+    if differing is None:
+        return None
+    facts = divergence_facts(case, fields)
+    found = still_waits(case)
+    drifted = _drifted(case)
+    if drifted:
+        facts = [*facts, *(_drift_fact(case, rank) for rank in drifted)]
+    mechanism: Mechanism = "collective-skipped" if drifted else "decision-divergence"
+    complete = differing[2].keys() == case.views.keys() and case.others_known(())
+    for wait in found:
+        facts = [*facts, *wait_facts(case, wait)]
+    return Cause(
+        kind="hang",
+        mechanism=mechanism,
+        ranks=(drifted or _minority_of(differing[2])) if complete else (),
+        facts=tuple(facts),
+        confidence="supported" if complete else "suspected",
+        stream="host",
+        collective=collective(found[0]) if found else None,
+        family="decision",
+        group=found[0].group if found else "",
+    )
+
+
+def order(case: Case) -> Cause | None:
+    """Two groups entered in two orders: the ranks wait for each other in a circle."""
+    found = still_waits(case)
+    edges = wait_edges(found)
+    circle = cycle_in(edges)
+    if not circle:
+        return None
+    links = [
+        (rank, following, edges[rank][following])
+        for rank, following in zip(circle, (*circle[1:], circle[0]), strict=True)
+    ]
+    facts: list[Fact] = []
+    for rank, following, wait in links:
+        facts.append(
+            Fact(
+                f"rank {rank} waits in {wait.operation} {wait.sequence} of group {wait.group} for rank "
+                f"{following}, which "
+                f"{'queued it behind another' if following in wait.late else 'has not come to it'}",
+                _path(case, rank),
+            )
+        )
+    skipping = tuple(sorted({b for _, b, wait in links if _skipped_on_the_way(case, b, wait)}))
+    complete = case.only_left(circle) and all(case.views[rank].still for rank in circle)
+    crossed = all(following in wait.late for _, following, wait in links)
+    ranks = skipping or tuple(sorted(circle))
+    wait = next((w for _, b, w in links if b in skipping), links[0][2])
+    for rank in sorted(circle):
+        facts += case.views[rank].doing()
+    return Cause(
+        kind="hang",
+        mechanism="collective-skipped" if skipping else "collective-order",
+        ranks=ranks if complete else (),
+        facts=tuple(facts),
+        confidence=("proven" if crossed else "supported") if complete else "suspected",
+        stream="comm",
+        collective=collective(wait, None if skipping else _order_sides(links)),
+        family=wait.operation,
+        group=wait.group,
+    )
+
+
+def still_waits(case: Case) -> tuple[Wait, ...]:
+    """Waits whose waiting ranks do not move, those with missing members first."""
+    found = [
+        wait
+        for wait in waits(case.snapshots())
+        if not any(case.views[rank].moved or case.views[rank].condition == "dead" for rank in wait.waiting)
+    ]
+    return tuple(sorted(found, key=lambda wait: (not wait.missing, not wait.late, wait.group)))
+
+
+def collective(wait: Wait, with_mismatch: Mismatch | None = None) -> Collective:
+    return Collective(
+        wait.group, wait.sequence, wait.operation, wait.waiting, wait.missing, mismatch=with_mismatch
+    )
+
+
+def wait_facts(case: Case, wait: Wait) -> list[Fact]:
+    """Who is inside, who never came, and whose ledger would tell more."""
+    what = f"{wait.operation} {wait.sequence} of group {wait.group}"
+    facts = [Fact(f"rank {rank} is in {what} and waits", _path(case, rank)) for rank in wait.waiting]
+    for rank in wait.missing:
+        snapshot = case.views[rank].snapshot
+        state = snapshot.groups.get(wait.group) if snapshot is not None else None
+        last = f"its last one there is {state.enqueued}" if state is not None else "it never used that group"
+        facts.append(Fact(f"rank {rank} never entered {what}: {last}", _path(case, rank)))
+    for rank in wait.late:
+        facts.append(Fact(f"rank {rank} has enqueued {what} and not come to it", _path(case, rank)))
+    for rank in wait.unknown:
+        facts.append(Fact(f"rank {rank} is a member of it, but has no readable ledger", _path(case, rank)))
+    return facts
+
+
+def is_registration(case: Case, wait: Wait) -> bool:
+    """The collective maps memory of all members: by its name, or by the phase of the ranks inside."""
+    snapshots = [case.views[rank].snapshot for rank in wait.waiting]
+    names = [wait.group, wait.operation, *(s.host.phase for s in snapshots if s is not None)]
+    return any(part in name.lower() for name in names for part in REGISTRATION)
+
+
+# Decisions -----------------------------------------------------------------------------------------------
+
+
+def first_divergence(case: Case, fields: tuple[str, ...]) -> tuple[int, str, dict[int, Any]] | None:
+    """The first step at which the ranks differ in one of ``fields``: (step, field, value by rank)."""
+    records = {rank: case.decisions(rank) for rank in case.views}
+    steps = sorted({step for found in records.values() for step in found})
+    for step in steps:
+        at = {rank: found[step] for rank, found in records.items() if step in found}
+        for name in fields:
+            values = {rank: record[name] for rank, record in at.items() if name in record}
+            if len({repr(value) for value in values.values()}) > 1:
+                return step, name, values
+    return None
+
+
+def divergence_facts(case: Case, fields: tuple[str, ...]) -> list[Fact]:
+    found = first_divergence(case, fields)
+    if found is None:
+        return []
+    step, name, values = found
+    return [
+        Fact(
+            f"rank {rank}: at step {step}, the first on which the ranks differ, {name} is {value}",
+            case.decisions_path(rank),
+        )
+        for rank, value in sorted(values.items())
+    ]
+
+
+def _minority_of(values: Mapping[int, Any]) -> tuple[int, ...]:
+    """The ranks outside the majority; all of them when there is none."""
+    parties: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        parties.setdefault(repr(value), []).append(rank)
+    most = max(len(party) for party in parties.values())
+    if sum(len(party) == most for party in parties.values()) > 1:
+        return tuple(sorted(values))
+    return tuple(sorted(rank for party in parties.values() if len(party) < most for rank in party))
+
+
+def _steps_ahead(snapshot: Snapshot) -> int | None:
+    """Steps begun beyond the agreements entered; equal on all ranks, give or take the one under way."""
+    for name in AGREEMENT_GROUPS:
+        if name in snapshot.groups:
+            return snapshot.host.step - snapshot.groups[name].enqueued
+    return None
+
+
+def _drifted(case: Case) -> tuple[int, ...]:
+    """Ranks that entered fewer agreements for their steps than the others did."""
+    ahead = {rank: _steps_ahead(snapshot) for rank, snapshot in case.snapshots().items()}
+    counts = {rank: count for rank, count in ahead.items() if count is not None}
+    least = min(counts.values(), default=0)
+    # A rank that has begun a step and not yet agreed on it is one ahead in good health.
+    allowed = {rank: least + (_phase(case, rank) == "schedule") for rank in counts}
+    return tuple(sorted(rank for rank, count in counts.items() if count > allowed[rank]))
+
+
+def _drift_fact(case: Case, rank: int) -> Fact:
+    snapshot = case.views[rank].snapshot
+    ahead = _steps_ahead(snapshot) if snapshot is not None else None
+    return Fact(
+        f"rank {rank} has begun {ahead} steps more than it entered agreements, its peers fewer: "
+        "it skipped some",
+        _path(case, rank),
+    )
+
+
+def _phase(case: Case, rank: int) -> str:
+    snapshot = case.views[rank].snapshot
+    return snapshot.host.phase if snapshot is not None else ""
+
+
+# Patterns ------------------------------------------------------------------------------------------------
+
+
+def _minority(sides: tuple[Side, ...]) -> tuple[int, ...]:
+    """The smaller parties' ranks; all ranks when the largest two are equally large."""
+    if len(sides[0].ranks) == len(sides[1].ranks):
+        return tuple(sorted(rank for side in sides for rank in side.ranks))
+    return tuple(sorted(rank for side in sides[1:] for rank in side.ranks))
+
+
+def _history(view: View, group: str) -> list[tuple[int, str]]:
+    """(sequence, what) of the group's recent collectives in order; sizes vary with the batch, so they are
+    out."""
+    state = view.snapshot.groups.get(group) if view.snapshot is not None else None
+    if state is None:
+        return []
+    return [
+        (r.sequence, describe(r.operation, (), r.dtype))
+        for r in sorted(state.recent, key=lambda r: r.sequence)
+    ]
+
+
+def _expected(view: View, wait: Wait, skip: int = 0) -> str | None:
+    """What earlier rounds of this rank say comes at the wait's sequence (``skip`` 1: one later). None: no
+    pattern."""
+    past = [what for sequence, what in _history(view, wait.group) if sequence < wait.sequence]
+    if len(past) < 3:
+        return None
+    for at in range(len(past) - 1 - skip, 1, -1):
+        if past[at - 2 : at] == past[-2:]:
+            return past[at + skip] if at + skip < len(past) else None
+    return None
+
+
+def _brought(view: View, wait: Wait) -> str | None:
+    return next((what for sequence, what in _history(view, wait.group) if sequence >= wait.sequence), None)
+
+
+def _deviators(case: Case, wait: Wait) -> tuple[int, ...]:
+    """Ranks that brought something else than their own past announces, while at least one kept to it."""
+    odd = []
+    for rank in wait.waiting:
+        expected = _expected(case.views[rank], wait)
+        if expected is None:
+            return ()
+        if _brought(case.views[rank], wait) != expected:
+            odd.append(rank)
+    return tuple(odd) if len(odd) < len(wait.waiting) else ()
+
+
+def _jumped_ahead(view: View, wait: Wait) -> bool:
+    """It brought what in earlier rounds came one later: it left this one out."""
+    following = _expected(view, wait, skip=1)
+    return following is not None and following == _brought(view, wait)
+
+
+def _skipped_on_the_way(case: Case, rank: int, wait: Wait) -> bool:
+    """In a circle: did ``rank`` skip the collective, rather than put it after another?
+
+    It did when it never used that group, or when it has no token in this step while others have: the report
+    of every skipped collective so far begins with a rank that is empty.
+    """
+    snapshot = case.views[rank].snapshot
+    if snapshot is None or rank in wait.late:
+        return False
+    state = snapshot.groups.get(wait.group)
+    if state is None or state.completed == 0:
+        return True
+    record: Mapping[str, Any] = case.decisions(rank).get(snapshot.host.step, {})
+    tokens = record.get("tokens")
+    return isinstance(tokens, list | tuple) and rank < len(tokens) and tokens[rank] == 0 and any(tokens)
+
+
+def _order_sides(links: list[tuple[int, int, Wait]]) -> Mismatch:
+    sides = tuple(
+        {"rank": rank, "group": wait.group, "sequence": wait.sequence, "operation": wait.operation}
+        for rank, _, wait in links
+    )
+    return Mismatch("order", sides)
+
+
+def _path(case: Case, rank: int) -> str:
+    return case.views[rank].ledger_path

@@ -1,0 +1,222 @@
+"""What goes into a diagnosis and what comes out of it. Values only; how one becomes the other is
+``diagnose.py``.
+
+Paths in ``Fact.evidence`` are relative to the trial's directory, laid out as the store lays out a capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from harness.ledger_snapshot import Snapshot
+from harness.stacks import ProcessStacks
+
+DIAGNOSIS_SCHEMA = 1
+
+Kind: TypeAlias = Literal["hang", "slow", "dead", "stopped", "livelock", "none"]
+Mechanism: TypeAlias = Literal[
+    "collective-skipped",
+    "collective-mismatch",
+    "decision-divergence",
+    "stream-order",
+    "collective-order",
+    "registration-stall",
+    "rank-dead",
+    "rank-stopped",
+    "rank-slow",
+    "host-blocked",
+    "livelock",
+    "unknown",
+]
+StreamName: TypeAlias = Literal["compute", "copy", "comm", "update", "host"]
+_STREAMS: dict[str, StreamName] = {"compute": "compute", "copy": "copy", "comm": "comm", "update": "update"}
+Confidence: TypeAlias = Literal["proven", "supported", "suspected"]
+MismatchKind: TypeAlias = Literal["operation", "size", "dtype", "root", "group", "order"]
+
+
+def stream_name(name: str) -> StreamName | None:
+    """A ledger's stream as the diagnosis names it; None for a stream that the contract does not know."""
+    return _STREAMS.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class RankEvidence:
+    """What one sample holds of one rank. Everything may be missing.
+
+    ``state`` is the letter of the process table (R S D T Z), a word of the watchdog's, or ``dead`` and
+    ``missing``; None: not known. ``exit`` says how a process ended. ``task_done``: the driver has its answer
+    or its exception.
+    """
+
+    snapshot: Snapshot | None = None
+    stacks: ProcessStacks | None = None
+    native: ProcessStacks | None = None
+    state: str | None = None
+    pid: int | None = None
+    node: str = ""
+    device: str | None = None
+    exception: str | None = None
+    exit: str | None = None
+    task_done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceSample:
+    """``index`` is the number in the folder's name; None: the sample's place in the evidence."""
+
+    taken_s: float
+    ranks: Mapping[int, RankEvidence]
+    index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds since the trial's start."""
+
+    last_progress_s: float = 0.0
+    suspected_s: float = 0.0
+    confirmed_s: float = 0.0
+    captured_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A piece of evidence that could not be had, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One capture. ``reason`` is why it was made (the watchdog's); ``exceptions`` by rank, beside those in
+    samples; ``decisions`` are whole decision files by rank, where the caller has them: a first divergence may
+    lie far back.
+    """
+
+    world: int
+    samples: tuple[EvidenceSample, ...]
+    times: Times = Times()
+    missing: tuple[Missing, ...] = ()
+    reason: str = ""
+    exceptions: Mapping[int, str] = field(default_factory=dict)
+    decisions: Mapping[int, tuple[Mapping[str, Any], ...]] = field(default_factory=dict)
+    device_is_simulation: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """``pid`` 0: not known."""
+
+    rank: int | None
+    role: str
+    node: str
+    pid: int
+    device: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """``site``: where it was enqueued. ``pending_s``: since it became the oldest unfinished one."""
+
+    label: str
+    sequence: int
+    site: str
+    pending_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    what: MismatchKind
+    sides: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """``waiting`` entered it, ``missing`` did not."""
+
+    group: str
+    sequence: int
+    operation: str
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+    mismatch: Mismatch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    fact: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """CONTRACTS.md, diagnosis.json. ``proof`` is in the order of the argument."""
+
+    kind: Kind
+    mechanism: Mechanism
+    culprits: tuple[Culprit, ...]
+    stream: StreamName | None
+    operation: Operation | None
+    collective: Collective | None
+    proof: tuple[Fact, ...]
+    confidence: Confidence
+    signature: str
+    times: Times
+    missing_evidence: tuple[Missing, ...]
+    simulation: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """The document, without tuples: what a JSON reader would give back."""
+        return {
+            "schema": DIAGNOSIS_SCHEMA,
+            "kind": self.kind,
+            "mechanism": self.mechanism,
+            "culprits": [asdict(culprit) for culprit in self.culprits],
+            "stream": self.stream,
+            "operation": None if self.operation is None else asdict(self.operation),
+            "collective": None if self.collective is None else _collective(self.collective),
+            "proof": [asdict(fact) for fact in self.proof],
+            "confidence": self.confidence,
+            "signature": self.signature,
+            **asdict(self.times),
+            "missing_evidence": [asdict(piece) for piece in self.missing_evidence],
+            "simulation": self.simulation,
+        }
+
+
+def _collective(collective: Collective) -> dict[str, Any]:
+    mismatch = collective.mismatch
+    return {
+        "group": collective.group,
+        "sequence": collective.sequence,
+        "operation": collective.operation,
+        "waiting": list(collective.waiting),
+        "missing": list(collective.missing),
+        "mismatch": None
+        if mismatch is None
+        else {"what": mismatch.what, "sides": [dict(side) for side in mismatch.sides]},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What one rule concluded. ``family``, ``group`` and ``phase`` go into the signature, their digits left
+    out.
+
+    ``ranks`` are the culprits, by number; the facts are in the order of the argument.
+    """
+
+    kind: Kind
+    mechanism: Mechanism
+    ranks: tuple[int, ...]
+    facts: tuple[Fact, ...]
+    confidence: Confidence
+    stream: StreamName | None = None
+    operation: Operation | None = None
+    collective: Collective | None = None
+    family: str = ""
+    group: str = ""
+    phase: str = ""

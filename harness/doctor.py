@@ -1,0 +1,293 @@
+"""Is this machine ready, what is missing, and how to get it.
+
+Here: checks that look at this machine and change nothing; each says what it found and how to mend it. Not
+here: the toggles' gates (`toggles.py`), which decide per trial.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from harness.machine import package_version, read_first_line
+from harness.toggles import DEVICES, SYMM_MEM_TORCH, torch_release
+
+Status = Literal["ok", "warn", "fail", "missing"]
+MIB = 1 << 20
+GIB = 1 << 30
+CHILD_START_S = 20.0
+DUMP_S = 20.0
+CHILD_END_S = 5.0
+CAP_SYS_PTRACE = 19
+"""Bit of CapEff in /proc/self/status (linux/capability.h)."""
+
+CHILD = """
+import ctypes, sys
+ctypes.CDLL(None).prctl(0x59616D61, -1, 0, 0, 0)  # PR_SET_PTRACER, any process: as ranks do
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing looked at. *warn* does not stand in the way; *missing* is the asked device."""
+
+    name: str
+    status: Status
+    detail: str
+    mend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorReport:
+    """All checks for one device."""
+
+    device: str
+    checks: tuple[Check, ...]
+
+    @property
+    def ready(self) -> bool:
+        return all(check.status in ("ok", "warn") for check in self.checks)
+
+    @property
+    def exit(self) -> int:
+        """4 when the asked device is missing, else 1 when something is to mend, else 0 (CONTRACTS.md)."""
+        states = {check.status for check in self.checks}
+        return 4 if "missing" in states else 1 if "fail" in states else 0
+
+    def to_json(self) -> dict[str, Any]:
+        checks = [dataclasses.asdict(check) for check in self.checks]
+        return {"schema": 1, "device": self.device, "ready": self.ready, "checks": checks}
+
+
+def doctor(device: str = "sim", out: Path = Path("runs")) -> DoctorReport:
+    """Looks at this machine. ``out`` is where runs would go. Raises ValueError for an unknown device."""
+    if device not in DEVICES:
+        raise ValueError(f"device {device!r} does not exist; allowed: {', '.join(DEVICES)}")
+    checks: tuple[Callable[[], Check], ...] = (
+        check_python,
+        check_installed,
+        check_torch,
+        lambda: check_device(device),
+        lambda: check_package("ray", "2.40"),
+        lambda: check_package("xgrammar", "0.1.20"),
+        check_ptrace,
+        check_py_spy,
+        check_cores,
+        check_memory,
+        check_shared_memory,
+        lambda: check_disk(out),
+    )
+    return DoctorReport(device, tuple(check() for check in checks))
+
+
+def check_python() -> Check:
+    """For the record: an older Python than 3.11 does not come this far."""
+    return Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
+
+
+def check_installed() -> Check:
+    """Targets are found by entry point, which only an installed package has."""
+    names = sorted(entry.name for entry in entry_points(group="hangrig.targets"))
+    if "builtin" not in names:
+        mend = "install the project into this environment: make setup, or pip install -e ."
+        return Check("targets", "fail", "the builtin target is not installed", mend)
+    return Check("targets", "ok", ", ".join(names))
+
+
+def check_torch() -> Check:
+    """Really imports torch: a broken accelerator backend makes the import itself fail (PLATFORMS.md)."""
+    found = package_version("torch")
+    if found is None:
+        return Check("torch", "fail", "not installed", "make setup, or pip install torch")
+    try:
+        import torch
+    except (ImportError, OSError, RuntimeError) as error:
+        mend = "source CANN's set_env.sh, remove torch_npu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+        return Check("torch", "fail", f"{found} does not import: {_short(error)}", mend)
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        return Check(
+            "torch", "fail", f"{found} has no gloo", "install a torch build with distributed and gloo"
+        )
+    found = str(torch.__version__)
+    if torch_release(found) < SYMM_MEM_TORCH:
+        return Check(
+            "torch", "warn", f"{found}: symm_mem resolves to off", "use torch 2.8 or later for symm_mem"
+        )
+    return Check("torch", "ok", f"{found}, gloo")
+
+
+def check_device(device: str) -> Check:
+    """Whether torch sees devices of that kind. torch_npu is never imported by name: torch loads it itself."""
+    name = f"device {device}"
+    if device == "sim":
+        return Check(name, "ok", "simulated, needs no hardware and says nothing about any")
+    mend = _DEVICE_MEND[device]
+    if device == "npu" and package_version("torch_npu") is None:
+        return Check(name, "missing", "torch_npu is not installed", mend)
+    try:
+        import torch
+
+        module = torch.get_device_module(device)
+        count = int(module.device_count()) if module.is_available() else 0
+    except (ImportError, OSError, RuntimeError, AttributeError, AssertionError) as error:
+        return Check(name, "missing", _short(error), mend)
+    if count == 0:
+        return Check(name, "missing", f"torch {torch.__version__} sees no {device} device", mend)
+    if count == 1:
+        mend = "two ranks need a device each: NCCL and HCCL refuse to share one"
+        return Check(name, "warn", "1 device", mend)
+    return Check(name, "ok", f"{count} devices")
+
+
+_DEVICE_MEND = {
+    "cuda": "use a machine with an NVIDIA or AMD GPU, its driver, and a torch build for it",
+    "npu": "use an Ascend machine with CANN sourced and torch_npu that fits torch (docs: CANN image)",
+}
+
+
+def check_package(name: str, least: str) -> Check:
+    found = package_version(name)
+    if found is None or find_spec(name) is None:
+        return Check(name, "fail", "not installed", f"make setup, or pip install '{name}>={least}'")
+    return Check(name, "ok", found)
+
+
+def check_ptrace() -> Check:
+    """Whether stacks may be read from outside: Yama's scope and the capability."""
+    scope = read_first_line(Path("/proc/sys/kernel/yama/ptrace_scope")) or "0"
+    capable = _has_capability(CAP_SYS_PTRACE)
+    detail = f"ptrace_scope {scope}, CAP_SYS_PTRACE {'yes' if capable else 'no'}"
+    if scope == "3":
+        return Check(
+            "ptrace", "fail", detail, "nobody may trace until kernel.yama.ptrace_scope is lowered (reboot)"
+        )
+    if scope == "2" and not capable:
+        return Check(
+            "ptrace", "fail", detail, "give the container SYS_PTRACE, or lower kernel.yama.ptrace_scope"
+        )
+    return Check("ptrace", "ok", detail)
+
+
+def _has_capability(bit: int) -> bool:
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return False
+    masks = [line.split()[1] for line in lines if line.startswith("CapEff:")]
+    return bool(masks) and bool(int(masks[0], 16) >> bit & 1)
+
+
+def find_py_spy() -> str | None:
+    """py-spy beside this Python, else on the PATH."""
+    beside = Path(sys.executable).parent / "py-spy"
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+
+
+def check_py_spy() -> Check:
+    """Really reads the stack of a child, through the same door as for a rank."""
+    program = find_py_spy()
+    if program is None:
+        return Check("py-spy", "fail", "not found", "make setup, or pip install py-spy")
+    with _child() as pid:
+        if pid is None:
+            return Check("py-spy", "warn", "the child to look at did not start in time", "look at the load")
+        command = [program, "dump", "--json", "--pid", str(pid)]
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=DUMP_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return Check("py-spy", "fail", _short(error), "install py-spy again, or look at the load")
+    version = package_version("py-spy") or program
+    mend = "allow ptrace: container capability SYS_PTRACE, or kernel.yama.ptrace_scope = 0"
+    if done.returncode != 0:
+        return Check("py-spy", "fail", f"{version} cannot read a stack: {_short(done.stderr.decode())}", mend)
+    try:
+        threads = len(json.loads(done.stdout))
+    except ValueError as error:
+        return Check("py-spy", "fail", f"{version} printed no JSON: {_short(error)}", "pip install -U py-spy")
+    return Check("py-spy", "ok", f"{version} reads stacks ({threads} thread of a child)")
+
+
+@contextmanager
+def _child() -> Iterator[int | None]:
+    """A Python process that waits for the end of its input; None when it is not up within CHILD_START_S."""
+    command = [sys.executable, "-c", CHILD]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        readable, _, _ = select.select([process.stdout], [], [], CHILD_START_S)
+        yield process.pid if readable and process.stdout.readline() == b"up\n" else None
+    finally:
+        process.kill()
+        process.communicate(timeout=CHILD_END_S)
+
+
+def check_cores() -> Check:
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        return Check(
+            "cores", "warn", f"{cores}", "two ranks on one core are slow: give this process more cores"
+        )
+    return Check("cores", "ok", f"{cores}")
+
+
+def check_memory() -> Check:
+    free = int(psutil.virtual_memory().available)
+    detail = f"{free / GIB:.1f} GiB available"
+    if free < GIB:
+        return Check(
+            "memory", "fail", detail, "Ray, two ranks and an agent need about 2 GiB: end other programs"
+        )
+    if free < 3 * GIB:
+        return Check("memory", "warn", detail, "with 3 GiB Ray does not end ranks for lack of memory")
+    return Check("memory", "ok", detail)
+
+
+def check_shared_memory() -> Check:
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError as error:
+        return Check("/dev/shm", "fail", _short(error), "mount a tmpfs there")
+    detail = f"{free / MIB:.0f} MiB free"
+    if free < 128 * MIB:
+        return Check(
+            "/dev/shm", "warn", detail, "start the container with --shm-size=1g, or Ray uses the disk"
+        )
+    return Check("/dev/shm", "ok", detail)
+
+
+def check_disk(out: Path) -> Check:
+    """Evidence of a hang is some MiB a trial; ledgers and stacks must not be lost to a full disk."""
+    folder = out.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    detail = f"{free / GIB:.1f} GiB free under {folder}"
+    if not os.access(folder, os.W_OK):
+        return Check("disk", "fail", f"{folder} cannot be written", "choose another --out")
+    if free < 256 * MIB:
+        return Check("disk", "fail", detail, "free the disk or choose another --out")
+    if free < 2 * GIB:
+        return Check("disk", "warn", detail, "a long run with many hangs may need more")
+    return Check("disk", "ok", detail)
+
+
+def _short(error: object) -> str:
+    """The first line of a message, cut: details of a check fit on a line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

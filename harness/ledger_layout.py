@@ -1,0 +1,200 @@
+"""Where everything stands in a ledger file, written so that it can be read while it is being written.
+
+Only the layout is here: the writer is in ``ledger.py``, the reader in ``ledger_reader.py``. Standard library
+only. All numbers are little-endian on every host. Text is UTF-8 with a length byte before it, cut at its
+width.
+
+File
+====
+
+======  ================================================================================================
+offset  content
+======  ================================================================================================
+0       magic ``HANGRIG\\n`` (8 bytes)
+8       version u32
+12      crc32 u32 of the header
+16      length u32 of the header
+20      header: file size u64, rank i32, world i32, pid u32, start time u64 (field 22 of
+        ``/proc/PID/stat``, clock ticks), node text 64, boot id text 40, device text 64
+4096    the sections, one after the other, in the order of the table below
+======  ================================================================================================
+
+Sections
+========
+
+Each section is a ring with exactly one writer thread. A slot is ``{sequence u64, crc32 u32, length u32,
+payload}``, its size rounded up to 8. The n-th record of a section (n from 1) lies in slot ``(n - 1) mod
+slots`` and has sequence ``2n``; while it is being written, ``2n - 1``. The checksum covers the payload and
+starts from the low half of the sequence, so a record of another turn cannot pass for this one. Half of the
+hosts are aarch64, where stores become visible in any order: there the checksum finds a torn record, not the
+sequence.
+
+=================  =====  ==========  ====================================================================
+section            slots  written by  payload
+=================  =====  ==========  ====================================================================
+host.phase         4      host        changes u64, since ns u64, step i64, phase text 32
+host.heartbeat     4      host        time ns u64
+decisions          64     host        lines the decisions file did not take u64, JSON (at most 768 bytes)
+STREAM.enqueue     256    host        time ns u64, step i64, label text 64, site text 96; n is the
+                                      operation's sequence
+STREAM.complete    256    completing  sequence u64 (all up to it are done), time ns u64
+STREAM.stamp       4      completing  time ns u64
+external.name E    2      host        name text 48
+external.record E  4      update      records u64, overtaken u64, first overtaken u64 (0 = never)
+external.waits     4      compute     one u64 per event, from event 0 to the highest used
+group.register G   2      host        ranks u16 (how many), 256 of u16, name text 48
+group.enqueue G    64     host        last sequence u64, how many u32, time ns u64, operation text 32,
+                                      dtype text 16, dimensions u8, 8 sizes i64
+group.log G        128    executing   kind u8 (0 start, 1 complete), first u64, last u64, time ns u64,
+                                      highest started u64, all completed up to u64
+=================  =====  ==========  ====================================================================
+
+STREAM is each of compute, copy, comm, update; E runs over 128 events, G over 32 groups. Sections of one kind
+lie together, first all names, then all records. Times are CLOCK_MONOTONIC nanoseconds of the rank's node.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MAGIC = b"HANGRIG\n"
+VERSION = 1
+STREAMS = ("compute", "copy", "comm", "update")
+EXTERNAL_EVENTS = 128
+GROUPS = 32
+GROUP_RANKS = 256
+SHAPE_DIMENSIONS = 8
+DECISION_BYTES = 768
+
+LABEL_BYTES = 64
+SITE_BYTES = 96
+NAME_BYTES = 48
+PHASE_BYTES = 32
+NODE_BYTES = 64
+
+PREFIX = struct.Struct("<8sIII")
+HEADER = struct.Struct(f"<QiiIQ{NODE_BYTES + 1}p41p{NODE_BYTES + 1}p")
+SECTIONS_AT = 4096
+
+SEQUENCE = struct.Struct("<Q")
+SLOT_HEAD = struct.Struct("<QII")
+
+TIME = struct.Struct("<Q")
+PHASE = struct.Struct(f"<QQq{PHASE_BYTES + 1}p")
+LOST = struct.Struct("<Q")
+ENQUEUE = struct.Struct(f"<Qq{LABEL_BYTES + 1}p{SITE_BYTES + 1}p")
+COMPLETE = struct.Struct("<QQ")
+EXTERNAL_NAME = struct.Struct(f"<{NAME_BYTES + 1}p")
+EXTERNAL_RECORD = struct.Struct("<QQQ")
+REGISTER = struct.Struct(f"<H{GROUP_RANKS}H{NAME_BYTES + 1}p")
+COLLECTIVE = struct.Struct(f"<QIQ33p17pB{SHAPE_DIMENSIONS}q")
+GROUP_LOG = struct.Struct("<BQQQQQ")
+STARTED, COMPLETED = 0, 1
+
+
+class LedgerError(Exception):
+    """A ledger cannot be made or read. The message names the file, what was expected, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One ring: ``slots`` slots of ``stride`` bytes at ``offset``, each with room for ``payload_bytes``."""
+
+    name: str
+    offset: int
+    slots: int
+    payload_bytes: int
+    stride: int
+    sequences: struct.Struct = field(repr=False, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots * self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All sections of version 1 and the size of the file that holds them."""
+
+    host_phase: Section
+    host_heartbeat: Section
+    decisions: Section
+    enqueue: dict[str, Section]
+    complete: dict[str, Section]
+    stamp: dict[str, Section]
+    external_name: tuple[Section, ...]
+    external_record: tuple[Section, ...]
+    external_waits: Section
+    register: tuple[Section, ...]
+    collective: tuple[Section, ...]
+    group_log: tuple[Section, ...]
+    file_bytes: int
+
+
+def _make_layout() -> Layout:
+    position = SECTIONS_AT
+
+    def section(name: str, slots: int, payload_bytes: int) -> Section:
+        nonlocal position
+        stride = -(-(SLOT_HEAD.size + payload_bytes) // 8) * 8
+        made = Section(
+            name, position, slots, payload_bytes, stride, struct.Struct("<" + f"Q{stride - 8}x" * slots)
+        )
+        position += made.nbytes
+        return made
+
+    def many(name: str, count: int, slots: int, payload_bytes: int) -> tuple[Section, ...]:
+        return tuple(section(f"{name} {index}", slots, payload_bytes) for index in range(count))
+
+    host_phase = section("host.phase", 4, PHASE.size)
+    host_heartbeat = section("host.heartbeat", 4, TIME.size)
+    decisions = section("decisions", 64, LOST.size + DECISION_BYTES)
+    enqueue = {name: section(f"{name}.enqueue", 256, ENQUEUE.size) for name in STREAMS}
+    complete = {name: section(f"{name}.complete", 256, COMPLETE.size) for name in STREAMS}
+    stamp = {name: section(f"{name}.stamp", 4, TIME.size) for name in STREAMS}
+    return Layout(
+        host_phase=host_phase,
+        host_heartbeat=host_heartbeat,
+        decisions=decisions,
+        enqueue=enqueue,
+        complete=complete,
+        stamp=stamp,
+        external_name=many("external.name", EXTERNAL_EVENTS, 2, EXTERNAL_NAME.size),
+        external_record=many("external.record", EXTERNAL_EVENTS, 4, EXTERNAL_RECORD.size),
+        external_waits=section("external.waits", 4, 8 * EXTERNAL_EVENTS),
+        register=many("group.register", GROUPS, 2, REGISTER.size),
+        collective=many("group.enqueue", GROUPS, 64, COLLECTIVE.size),
+        group_log=many("group.log", GROUPS, 128, GROUP_LOG.size),
+        file_bytes=position,
+    )
+
+
+LAYOUT = _make_layout()
+
+
+def pack_text(text: str, width_bytes: int) -> bytes:
+    """``text`` as UTF-8 of at most ``width_bytes``, cut between characters."""
+    encoded = text.encode("utf-8", "replace")
+    if len(encoded) <= width_bytes:
+        return encoded
+    return encoded[:width_bytes].decode("utf-8", "ignore").encode()
+
+
+def pack_text_tail(text: str, width_bytes: int) -> bytes:
+    """As ``pack_text``, but the end is kept: of ``file:line`` the line matters most."""
+    encoded = text.encode("utf-8", "replace")
+    if len(encoded) <= width_bytes:
+        return encoded
+    return encoded[-width_bytes:].decode("utf-8", "ignore").encode()
+
+
+def unpack_text(encoded: bytes) -> str:
+    return encoded.decode("utf-8", "replace")
+
+
+def pack_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The number of dimensions kept (the first 8) and eight sizes, zero where there is none."""
+    kept = tuple(shape[:SHAPE_DIMENSIONS])
+    return (len(kept), *kept, *(0,) * (SHAPE_DIMENSIONS - len(kept)))

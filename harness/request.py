@@ -1,0 +1,49 @@
+"""What a command asks of a run, and what comes back: the seam between `harness.cli` and `harness.run`.
+
+Here: two records without behaviour. Not here: parsing of options and running.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.scenario_model import Scenario
+
+OnHang = Literal["end", "hold"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """One `hangrig run`. Scenarios are valid and have their settings applied."""
+
+    scenarios: tuple[Scenario, ...]
+    device: str = "sim"
+    seed: int = 0
+    """Of each arm's first trial; trial i has ``seed + i``."""
+    trials: int | None = None
+    """Per arm; None takes each scenario's own count."""
+    out: Path = Path("runs")
+    settings: tuple[str, ...] = ()
+    """The ``--set`` options as they were given, for the record."""
+    on_hang: OnHang = "end"
+    hold_s: float | None = None
+    """How long ranks are kept for a debugger after a capture; None is until they are ended by hand."""
+    ray_address: str | None = None
+    faults_files: tuple[Path, ...] = ()
+    allow_skip: bool = False
+    json: bool = False
+    """Nothing but the report may go to standard output."""
+    time_budget_s: float | None = None
+    argv: tuple[str, ...] = ()
+    """The command line without the program's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """The end of a run, or of a report or check of a stored one. ``report`` is report.json."""
+
+    exit: int
+    path: Path
+    report: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,308 @@
+"""Scenario files: found, read, changed by ``--set``, and refused with words that help.
+
+Here: TOML in, a valid `Scenario` or a `ScenarioError` with every problem out, and the record that lets a run
+be repeated without the file. Arms and trials come from `harness.arms`, handed on from here. Not here: the
+keys (`scenario_model.py`), the rules between them (`scenario_rules.py`) and running.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from harness.arms import ArmPlan, Expectation, TrialPlan, arm_string, expand, plan_arms
+from harness.scenario_model import Scenario
+from harness.scenario_rules import Problem, broken_rules
+
+__all__ = [
+    "ArmPlan", "Expectation", "Problem", "Scenario", "ScenarioError", "TrialPlan", "arm_string", "expand",
+    "find_scenario", "from_record", "list_scenarios", "load", "plan_arms", "record", "scenario_files",
+]  # fmt: skip
+
+SETTING = "--set"
+
+
+class ScenarioError(ValueError):
+    """A scenario cannot be used. ``problems`` has an entry for each mistake; none is hidden by another."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+# --- finding -----------------------------------------------------------------------------------------------
+
+
+def scenario_files() -> dict[str, Path]:
+    """The scenarios that come with hangrig: file by name."""
+    folder = Path(str(importlib.resources.files("scenarios")))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def list_scenarios() -> tuple[Scenario, ...]:
+    """The scenarios that come with hangrig. Raises ScenarioError when one is broken."""
+    return tuple(load(path) for path in scenario_files().values())
+
+
+def find_scenario(name_or_path: str) -> Path:
+    """The file of a scenario, by path or by the name of one that comes with hangrig. Raises ScenarioError."""
+    path = Path(name_or_path)
+    known = scenario_files()
+    if path.suffix == ".toml" or path.parent != Path():
+        if path.is_file():
+            return path
+        raise _lone_problem(
+            name_or_path, "scenario", None, "is no file", "give a .toml file or a scenario's name"
+        )
+    if name_or_path in known:
+        return known[name_or_path]
+    close = difflib.get_close_matches(name_or_path, known, n=1)
+    guess = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    raise _lone_problem(
+        name_or_path, "scenario", None, "has no such name", f"{guess} (hangrig list shows all)"
+    )
+
+
+def _lone_problem(where: str, key: str, value: str | None, what: str, remedy: str) -> ScenarioError:
+    return ScenarioError([Problem(where, key, value, what, remedy)])
+
+
+# --- loading -----------------------------------------------------------------------------------------------
+
+
+def load(path: str | Path, settings: Sequence[str] = (), device: str = "sim") -> Scenario:
+    """Reads a scenario file and applies ``settings`` (``KEY=VALUE``) before it is validated.
+
+    ``device`` is where it will run: ``sim.…`` may be set there only. Raises ScenarioError.
+    """
+    path = Path(path)
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _lone_problem(
+            str(path), "file", None, f"cannot be read: {error.strerror}", "check it"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise _lone_problem(str(path), "file", None, f"is no UTF-8: {error}", "save it as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        raise _lone_problem(str(path), "file", None, f"is no TOML: {error}", "mend it there") from error
+    return validate(document, str(path), settings, device)
+
+
+def validate(
+    document: Mapping[str, Any], where: str, settings: Sequence[str] = (), device: str = "sim"
+) -> Scenario:
+    """The scenario that ``document`` and ``settings`` make. ``where`` is named in problems."""
+    changed: dict[str, Any] = json.loads(json.dumps(document, default=str))
+    keys, problems = apply_settings(changed, settings, device)
+    if problems:
+        raise ScenarioError(problems)
+    try:
+        scenario = Scenario.model_validate(changed)
+    except ValidationError as error:
+        raise ScenarioError(_from_pydantic(error, changed, where, keys)) from error
+    narrowed = any(key.split(".")[0] in ("arms", "toggles", "expect") for key in keys)
+    broken = [
+        Problem(_origin(key, where, keys), key, None if value is None else _toml(value), what, remedy)
+        for key, value, what, remedy in broken_rules(scenario, narrowed=narrowed)
+    ]
+    if broken:
+        raise ScenarioError(broken)
+    return scenario
+
+
+def record(scenario: Scenario, arms: Sequence[ArmPlan], device: str) -> dict[str, Any]:
+    """What run.json keeps of a scenario: enough to run it again without the file."""
+    ignored = {} if device == "sim" else {"sim": scenario.sim.model_dump(mode="json")}
+    return {
+        "name": scenario.name,
+        "summary": scenario.summary,
+        "reports": list(scenario.reports),
+        "text": scenario.model_dump_json(exclude_none=True),
+        "ignored": ignored,
+        "arms": [arm.to_json() for arm in arms],
+    }
+
+
+def from_record(stored: Mapping[str, Any], settings: Sequence[str] = (), device: str = "sim") -> Scenario:
+    """The scenario of a stored run. Raises ScenarioError when an older hangrig's keys are gone."""
+    where = f"the stored scenario {stored.get('name')}"
+    try:
+        document = json.loads(stored["text"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _lone_problem(where, "text", None, f"is damaged: {error}", "run the scenario anew") from error
+    return validate(document, where, settings, device)
+
+
+# --- settings ----------------------------------------------------------------------------------------------
+
+
+def apply_settings(
+    document: dict[str, Any], settings: Sequence[str], device: str
+) -> tuple[dict[str, str], list[Problem]]:
+    """Writes ``KEY=VALUE`` settings into ``document``. Returns the text set by key, and problems."""
+    keys: dict[str, str] = {}
+    problems = []
+    for setting in settings:
+        key, equals, text = (part.strip() for part in setting.partition("="))
+        if not equals or not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key):
+            remedy = "write a dotted key, = and a TOML value: --set workload.requests=401"
+            problems.append(Problem(SETTING, setting, None, "is no KEY=VALUE", remedy))
+            continue
+        if key.split(".")[0] == "sim" and device != "sim":
+            what = f"is about the simulated device, and the device is {device}"
+            problems.append(Problem(SETTING, key, text, what, "leave it out or use --device sim"))
+            continue
+        blocked = _write(document, key.split("."), _value(text))
+        if blocked is not None:
+            problems.append(Problem(SETTING, key, text, f"{blocked} is no table", "set that key itself"))
+        keys[key] = text
+    return keys, problems
+
+
+def _value(text: str) -> Any:
+    """A TOML value; what is none is a bare string, so that no quotes need to survive a shell."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text
+
+
+def _write(document: dict[str, Any], path: Sequence[str], value: Any) -> str | None:
+    """Sets ``path``, making tables on the way. Returns the key that is in the way, or None."""
+    table: Any = document
+    for depth, key in enumerate(path):
+        last = depth == len(path) - 1
+        if isinstance(table, list) and key.isdecimal() and int(key) < len(table):
+            position: Any = int(key)
+        elif isinstance(table, dict):
+            position = key
+        else:
+            return ".".join(path[:depth])
+        if last:
+            table[position] = value
+        else:
+            table = table.setdefault(position, {}) if isinstance(table, dict) else table[position]
+    return None
+
+
+# --- wording -----------------------------------------------------------------------------------------------
+
+
+def _origin(key: str, where: str, keys: Mapping[str, str]) -> str:
+    """``--set`` for a key that a setting wrote, else the file."""
+    return SETTING if any(key == k or key.startswith(f"{k}.") for k in keys) else where
+
+
+def _toml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _from_pydantic(
+    error: ValidationError, document: Mapping[str, Any], where: str, keys: Mapping[str, str]
+) -> Iterator[Problem]:
+    for detail in error.errors(include_url=False):
+        path = _without_tags(detail["loc"])
+        key = ".".join(map(str, path)) or "file"
+        missing = detail["type"] in ("missing", "union_tag_not_found")
+        if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
+            key = f"{key}.kind"
+        value = None if missing else _toml(_look_up(document, key))
+        what, remedy = _words(detail, path)
+        yield Problem(_origin(key, where, keys), key, value, what, remedy)
+
+
+def _without_tags(location: Sequence[int | str]) -> list[int | str]:
+    """pydantic puts the workload's kind into the path; a file has no such key."""
+    return [
+        part
+        for i, part in enumerate(location)
+        if not (i == 1 and location[0] == "workload" and part in _KINDS)
+    ]
+
+
+def _look_up(document: Any, key: str) -> Any:
+    for part in key.split("."):
+        if isinstance(document, list) and part.isdecimal() and int(part) < len(document):
+            document = document[int(part)]
+        elif isinstance(document, dict) and part in document:
+            document = document[part]
+        else:
+            return document  # a scalar that stands for a list of one
+    return document
+
+
+def _words(detail: ErrorDetails, path: Sequence[int | str]) -> tuple[str, str]:
+    """What is wrong, and what to do."""
+    context = detail.get("ctx", {})
+    match detail["type"]:
+        case "extra_forbidden":
+            return "unknown key", _guess_key(path)
+        case "missing":
+            return "is missing", "add it"
+        case "union_tag_not_found":
+            return "is missing", f"allowed: {', '.join(_KINDS)}"
+        case "union_tag_invalid":
+            return "is not allowed", _guess_value(str(context["tag"]), _KINDS)
+        case "literal_error":
+            allowed = re.findall(r"'([^']*)'", str(context["expected"]))
+            return "is not allowed", _guess_value(str(detail["input"]), allowed)
+        case "value_error":
+            return str(context["error"]), "change it"
+        case "string_pattern_mismatch":
+            return "has other characters than a-z, 0-9, - and _", "rename it"
+    message = detail["msg"].removeprefix("Input ")
+    return message, "change it"
+
+
+def _guess_value(value: str, allowed: Sequence[str]) -> str:
+    close = difflib.get_close_matches(value, allowed, n=1)
+    guess = f"did you mean {close[0]}? " if close else ""
+    return f"{guess}allowed: {', '.join(allowed)}"
+
+
+def _guess_key(path: Sequence[int | str]) -> str:
+    names = [part for part in path if isinstance(part, str)]
+    parent = ".".join(names[:-1])
+    siblings = [key for key in _KEYS if key.rpartition(".")[0] == parent]
+    wanted = ".".join(names)
+    close = difflib.get_close_matches(wanted, siblings, n=1) if parent else []
+    if not close:  # the right name in the wrong table
+        close = [key for key in _KEYS if key.rpartition(".")[2] == names[-1]][:1]
+    close = close or difflib.get_close_matches(wanted, _KEYS, n=1)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"allowed: {', '.join(key.rpartition('.')[2] for key in siblings)}"
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models inside a field's type."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models(argument)
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        for inner in _models(field.annotation):
+            yield from _all_keys(inner, f"{prefix}{name}.")
+
+
+_KEYS: Sequence[str] = tuple(dict.fromkeys(_all_keys(Scenario)))
+_KINDS: Sequence[str] = tuple(
+    kind
+    for model in _models(Scenario.model_fields["workload"].annotation)
+    for kind in get_args(model.model_fields["kind"].annotation)
+)

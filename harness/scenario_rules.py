@@ -1,0 +1,246 @@
+"""Rules that span several keys of a scenario: combinations that cannot work, refused before anything starts.
+
+Here: pure checks of a valid `Scenario`, each answering with problems that name the key. Not here: the limits
+of one key (`scenario_model.py`) and the platform's own refusals (`toggles.py`), which resolve and never fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from harness.arms import arm_string, has_all, matching, requested_arms
+from harness.scenario_model import Scenario
+from harness.toggles import DEVICES
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a scenario. ``where`` is the file, or ``--set`` where a setting is the cause."""
+
+    where: str
+    key: str  # dotted
+    value: str | None  # as it is written in TOML; None where the key is missing
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        named = self.key if self.value is None else f"{self.key}={self.value}"
+        separator = " " if self.where == "--set" else ": "
+        return f"{self.where}{separator}{named}: {self.what}; {self.remedy}"
+
+
+Finding = tuple[str, object, str, str]  # key, value, what, remedy
+
+
+def broken_rules(scenario: Scenario, *, narrowed: bool = False) -> Iterator[Finding]:
+    """Everything that cannot work. ``narrowed``: settings chose the arms; an expectation may match none."""
+    for rule in _RULES:
+        yield from rule(scenario)
+    if not narrowed:
+        yield from _idle_expectations(scenario)
+
+
+def _asked_values(scenario: Scenario, toggle: str) -> set[str]:
+    fixed = scenario.toggles.values()
+    return {value for arm in requested_arms(scenario) if (value := (fixed | arm).get(toggle)) is not None}
+
+
+def _pool(scenario: Scenario) -> Iterator[Finding]:
+    engine = scenario.engine
+    for key in ("chunk_tokens", "page_size"):
+        value = getattr(engine, key)
+        if value > engine.kv_tokens:
+            yield (
+                f"engine.{key}", value, f"does not fit into engine.kv_tokens = {engine.kv_tokens}",
+                f"use {engine.kv_tokens} at most, or a larger pool",
+            )  # fmt: skip
+    if engine.kv_tokens % engine.page_size:
+        yield (
+            "engine.kv_tokens", engine.kv_tokens, f"is no multiple of engine.page_size = {engine.page_size}",
+            f"use {engine.kv_tokens // engine.page_size * engine.page_size}",
+        )  # fmt: skip
+    if engine.retract_every and engine.max_running == 1:
+        yield (
+            "engine.retract_every", engine.retract_every,
+            "can retract nothing: engine.max_running is 1 and one request is always kept",
+            "raise engine.max_running or set engine.retract_every = 0",
+        )  # fmt: skip
+
+
+def _model(scenario: Scenario) -> Iterator[Finding]:
+    model = scenario.model
+    if model.preset is not None and model.directory is not None:
+        yield (
+            "model.directory", model.directory, f"stands beside model.preset = {model.preset}",
+            "keep one of them",
+        )  # fmt: skip
+
+
+def _graph(scenario: Scenario) -> Iterator[Finding]:
+    engine = scenario.engine
+    if "on" in _asked_values(scenario, "graph"):
+        largest = max(engine.graph_buckets, default=0)
+        if largest < engine.max_running:
+            yield (
+                "engine.graph_buckets", list(engine.graph_buckets),
+                f"has no bucket for engine.max_running = {engine.max_running} requests while graph is on",
+                f"add a bucket of {engine.max_running} or lower engine.max_running to {largest}",
+            )  # fmt: skip
+        if engine.padding == "sum_len":
+            yield (
+                "engine.padding", engine.padding, "needs eager steps, and graph is on in some arm",
+                'use "auto" or "max_len", or leave graph off',
+            )  # fmt: skip
+    elif any(defect.name == "D1" for defect in scenario.sim.defects):
+        yield (
+            "sim.defects", "D1",
+            "can do nothing: it is a missing fence before a graph update and no arm has graph on",
+            'set toggles.graph = "on" or remove the defect',
+        )  # fmt: skip
+
+
+def _ranks(scenario: Scenario) -> Iterator[Finding]:
+    world = scenario.target.ranks
+    if world == 1 and "on" in _asked_values(scenario, "symm_mem"):
+        key = "arms.symm_mem" if scenario.arms.symm_mem else "toggles.symm_mem"
+        yield (
+            key, "on", "needs peers to share memory with, and target.ranks is 1",
+            "set target.ranks to 2 or more, or leave symm_mem off",
+        )  # fmt: skip
+    named = [(f"sim.defects.{i}.ranks", defect.ranks) for i, defect in enumerate(scenario.sim.defects)]
+    for key, ranks in [*named, ("sim.defect_ranks", scenario.sim.defect_ranks)]:
+        outside = [rank for rank in ranks if rank >= world]
+        if outside:
+            yield (
+                key, list(ranks), f"names ranks {outside}, and target.ranks is {world}",
+                f"use ranks 0 to {world - 1}",
+            )  # fmt: skip
+
+
+def _defects(scenario: Scenario) -> Iterator[Finding]:
+    names = [defect.name for defect in scenario.sim.defects]
+    asked = _asked_values(scenario, "defect") - {"none"}
+    for name in sorted({name for name in names if names.count(name) > 1} | (asked & set(names))):
+        yield (
+            "sim.defects", name, "is there twice: in sim.defects again, or as a value of the defect toggle",
+            "keep it in one place",
+        )  # fmt: skip
+    if scenario.sim.defect_ranks and not asked:
+        yield (
+            "sim.defect_ranks", list(scenario.sim.defect_ranks),
+            "applies to no arm: the defect toggle is not used",
+            "use sim.defects, or give the defect toggle a value",
+        )  # fmt: skip
+
+
+def _deadlines(scenario: Scenario) -> Iterator[Finding]:
+    watchdog, engine = scenario.watchdog, scenario.engine
+    if watchdog.sample_period_s > watchdog.floor_s:
+        yield (
+            "watchdog.sample_period_s", watchdog.sample_period_s,
+            f"lies above watchdog.floor_s = {watchdog.floor_s}", "sample more often or raise the floor",
+        )  # fmt: skip
+    if watchdog.floor_s > watchdog.ceiling_s:
+        yield (
+            "watchdog.floor_s", watchdog.floor_s, f"lies above watchdog.ceiling_s = {watchdog.ceiling_s}",
+            "lower the floor or raise the ceiling",
+        )  # fmt: skip
+    longest_s = watchdog.longest_s()
+    parts = "the larger of watchdog.ceiling_s and startup_s, confirm_after_s and capture_s together are"
+    for key, value in (
+        ("engine.step_timeout_s", engine.step_timeout_s),
+        ("watchdog.trial_timeout_s", watchdog.trial_timeout_s),
+    ):
+        if value <= longest_s:
+            yield (
+                key, value, f"ends a wait before the watchdog is done: {parts} {longest_s:g} s",
+                f"use more than {longest_s:g}",
+            )  # fmt: skip
+
+
+def _jitter(scenario: Scenario) -> Iterator[Finding]:
+    jitter = scenario.jitter
+    if jitter.low_us > jitter.high_us:
+        yield ("jitter.low_us", jitter.low_us, f"lies above jitter.high_us = {jitter.high_us}", "swap them")
+    if jitter.probability > 0 and not jitter.sites:
+        yield (
+            "jitter.sites",
+            [],
+            "is empty while jitter.probability is above 0",
+            "name a site or remove [jitter]",
+        )
+
+
+def _arms(scenario: Scenario) -> Iterator[Finding]:
+    varied = scenario.arms.varied()
+    for name in sorted(varied.keys() & scenario.toggles.values().keys()):
+        fixed = scenario.toggles.values()[name]
+        yield (
+            f"toggles.{name}", fixed, f"is fixed here and varied in arms.{name}",
+            f'keep one; arms.{name} = ["{fixed}"] runs that arm alone',
+        )  # fmt: skip
+    for name, values in varied.items():
+        if len(set(values)) != len(values):
+            yield (f"arms.{name}", list(values), "names a value twice", "name each value once")
+    for number, entry in enumerate(scenario.arms.exclude):
+        unknown = sorted(entry.values().keys() - varied.keys())
+        if unknown or not entry.values():
+            named = f"names {', '.join(unknown)}, which [arms] does not vary"
+            yield (
+                f"arms.exclude.{number}", arm_string(entry.values()),
+                named if unknown else "is empty and excludes all",
+                "exclude combinations of the toggles in [arms]",
+            )  # fmt: skip
+    if varied and not requested_arms(scenario):
+        yield ("arms.exclude", len(scenario.arms.exclude), "leaves no arm", "remove an entry")
+
+
+def _expectations(scenario: Scenario) -> Iterator[Finding]:
+    for number, expect in enumerate(scenario.expect):
+        key = f"expect.{number}"
+        if expect.hang == "sometimes" and expect.min_rate is None:
+            yield (
+                f"{key}.min_rate",
+                None,
+                "is missing while hang is sometimes",
+                "give the least rate, such as 0.5",
+            )
+        if expect.hang != "sometimes" and expect.min_rate is not None:
+            yield (
+                f"{key}.min_rate", expect.min_rate, f"means nothing while hang is {expect.hang}",
+                'remove it or set hang = "sometimes"',
+            )  # fmt: skip
+        if expect.hang == "never" and expect.mechanism is not None:
+            yield (
+                f"{key}.mechanism", expect.mechanism, "names the diagnosis of a hang that must never be",
+                "remove it or expect a hang",
+            )  # fmt: skip
+    for device in DEVICES:
+        for arm in requested_arms(scenario):
+            found = matching(scenario, device, arm)
+            if len(found) > 1 and len(found[0].arm.values()) == len(found[1].arm.values()):
+                first, second = (scenario.expect.index(expect) for expect in found[:2])
+                yield (
+                    f"expect.{second}.arm", arm_string(found[1].arm.values()),
+                    f"is as specific as expect.{first} for the arm {arm_string(arm)} on {device}",
+                    "name one more toggle in one of them",
+                )  # fmt: skip
+                return
+
+
+def _idle_expectations(scenario: Scenario) -> Iterator[Finding]:
+    fixed = scenario.toggles.values()
+    full = [fixed | arm for arm in requested_arms(scenario)]
+    for number, expect in enumerate(scenario.expect):
+        wanted = expect.arm.values()
+        if full and not any(has_all(arm, wanted) for arm in full):
+            yield (
+                f"expect.{number}.arm", arm_string(wanted), "matches no arm of this scenario",
+                "use toggles and values of [arms] or [toggles]",
+            )  # fmt: skip
+
+
+_RULES: tuple[Callable[[Scenario], Iterator[Finding]], ...] = (
+    _pool, _model, _graph, _ranks, _defects, _deadlines, _jitter, _arms, _expectations,
+)  # fmt: skip

@@ -1,0 +1,143 @@
+"""Stacks of many ranks and samples as one prefix tree, and ranks grouped by what they do.
+
+Pure. Identical stacks printed once a rank hide the one that differs; merged, the odd rank is a branch of its
+own. Frames are merged by place, so a polling thread stays on one branch; the lines it was seen on are listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from harness.stacks import Frame, Place, ProcessStacks, ThreadStack
+
+TREE_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Member:
+    """A thread of a rank, or, with rank -1, of a process that is no rank."""
+
+    rank: int
+    role: str
+    pid: int = 0
+
+    def words(self) -> str:
+        return f"rank {self.rank} {self.role}" if self.rank >= 0 else f"pid {self.pid} {self.role}"
+
+
+@dataclass(frozen=True, slots=True)
+class MergedFrame:
+    """A place and the lines it was seen on, ascending."""
+
+    name: str
+    short_file: str
+    lines: tuple[int, ...]
+
+    def words(self) -> str:
+        lines = ",".join(str(line) for line in self.lines if line)
+        return f"{self.name} ({self.short_file}:{lines})" if lines else f"{self.name} ({self.short_file})"
+
+
+@dataclass(frozen=True, slots=True)
+class StackNode:
+    """A chain of frames, outermost first, that all ``members`` share; ``children`` part there.
+
+    The members of the children may be fewer: the others ended here.
+    """
+
+    frames: tuple[MergedFrame, ...]
+    members: frozenset[Member]
+    children: tuple[StackNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StackGroup:
+    """Ranks whose threads of one role stand in the same place; ``frames`` of the lowest, innermost first."""
+
+    role: str
+    ranks: tuple[int, ...]
+    frames: tuple[Frame, ...]
+
+
+class _Building:
+    __slots__ = ("children", "lines", "members", "name", "short_file")
+
+    def __init__(self, name: str, short_file: str) -> None:
+        self.name = name
+        self.short_file = short_file
+        self.lines: set[int] = set()
+        self.members: set[Member] = set()
+        self.children: dict[Place, _Building] = {}
+
+
+def merge(processes: Iterable[ProcessStacks]) -> tuple[StackNode, ...]:
+    """One tree a starting frame, the most members first. Give several samples of a rank to merge them too."""
+    root = _Building("", "")
+    for process in processes:
+        for thread in process.threads:
+            rank = -1 if process.rank is None else process.rank
+            member = Member(rank, thread.role, process.pid if process.rank is None else 0)
+            at = root
+            for frame in reversed(thread.frames):
+                at = at.children.setdefault(frame.place, _Building(frame.name, frame.short_file()))
+                at.lines.add(frame.line)
+                at.members.add(member)
+    return _children(root)
+
+
+def _children(building: _Building) -> tuple[StackNode, ...]:
+    nodes = (_node(child) for child in building.children.values())
+    return tuple(
+        sorted(nodes, key=lambda node: (-len(node.members), sorted(node.members), node.frames[0].words()))
+    )
+
+
+def _node(building: _Building) -> StackNode:
+    frames = []
+    at = building
+    while True:
+        frames.append(MergedFrame(at.name, at.short_file, tuple(sorted(at.lines))))
+        following = next(iter(at.children.values()), None)
+        if following is None or len(at.children) > 1 or following.members != at.members:
+            return StackNode(tuple(frames), frozenset(at.members), _children(at))
+        at = following
+
+
+def tree_to_json(roots: Iterable[StackNode]) -> dict[str, Any]:
+    """The document ``evidence/merged.json``: one object a frame, chains spelt out."""
+    return {"schema": TREE_SCHEMA, "roots": [_node_to_json(root) for root in roots]}
+
+
+def _node_to_json(node: StackNode) -> dict[str, Any]:
+    members = [member.words() for member in sorted(node.members)]
+    children = [_node_to_json(child) for child in node.children]
+    for frame in reversed(node.frames):
+        children = [{"frame": frame.words(), "members": members, "children": children}]
+    return children[0]
+
+
+def groups(processes: Iterable[ProcessStacks]) -> tuple[StackGroup, ...]:
+    """Per thread role, the ranks that stand in the same place: largest group first, the odd one last."""
+    found: dict[tuple[str, tuple[Place, ...]], list[tuple[int, ThreadStack]]] = {}
+    for rank, thread in _threads_of_ranks(processes):
+        found.setdefault((thread.role, thread.place()), []).append((rank, thread))
+    made = [
+        StackGroup(
+            role=role,
+            ranks=tuple(sorted({rank for rank, _ in threads})),
+            frames=min(threads, key=lambda one: one[0])[1].frames,
+        )
+        for (role, _), threads in found.items()
+    ]
+    return tuple(
+        sorted(made, key=lambda group: (group.role != "host", group.role, -len(group.ranks), group.ranks))
+    )
+
+
+def _threads_of_ranks(processes: Iterable[ProcessStacks]) -> Iterator[tuple[int, ThreadStack]]:
+    for process in processes:
+        if process.rank is not None:
+            for thread in process.threads:
+                yield process.rank, thread

@@ -1,0 +1,73 @@
+"""What a watchdog sees and what it says: one sample of all ranks, and how things stand. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from harness.ledger_snapshot import Snapshot
+
+RankState: TypeAlias = Literal["running", "sleeping", "stopped", "dead", "missing"]
+Road: TypeAlias = Literal["proof", "budget"]
+Reason: TypeAlias = Literal["dead", "stopped", "collective", "mismatch", "cycle", "stalled", "livelock"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """One rank at one moment. ``snapshot`` None: its ledger could not be read.
+
+    ``missing`` means that no such process is found; before a rank was ever seen alive that is no finding.
+    ``task_done``: the driver has the rank's answer (or its exception) for this trial.
+    """
+
+    rank: int
+    snapshot: Snapshot | None
+    state: RankState
+    task_done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """``taken_ns`` is the observer's monotonic clock."""
+
+    taken_ns: int
+    ranks: tuple[RankView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Healthy:
+    """``slow``: ranks that were suspected until now and went on; ``note`` says which suspicion fell.
+    ``unknown``: ranks whose ledger cannot be read, about which nothing is claimed."""
+
+    last_progress_ns: int
+    note: str = ""
+    slow: tuple[int, ...] = ()
+    unknown: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """``ranks`` do not move (in a livelock: for nothing), which is no blame. ``proof``: facts in order."""
+
+    reason: Reason
+    road: Road
+    ranks: tuple[int, ...]
+    since_ns: int
+    proof: tuple[str, ...]
+    last_progress_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """A suspicion that a second sample upheld. Fields as in Suspect."""
+
+    reason: Reason
+    road: Road
+    ranks: tuple[int, ...]
+    since_ns: int
+    confirmed_ns: int
+    proof: tuple[str, ...]
+    last_progress_ns: int
+
+
+Standing: TypeAlias = Healthy | Suspect | Confirmed

@@ -1,0 +1,20 @@
+"""Whether a process stayed where it was between two dumps of its stacks. Pure.
+
+Only the host thread counts: on hardware the streams have no stacks, and a monitor thread polls for ever. What
+a place is (polling moves line numbers, not places) is `harness.stacks`.
+"""
+
+from __future__ import annotations
+
+from harness.stacks import ProcessStacks, ThreadStack, same_place
+
+
+def host_thread(stacks: ProcessStacks) -> ThreadStack | None:
+    """The rank's host thread, None when the dump does not hold it."""
+    return stacks.thread("host")
+
+
+def left_place(before: ProcessStacks, after: ProcessStacks) -> bool:
+    """The host thread is seen in both dumps, in different places."""
+    first, second = host_thread(before), host_thread(after)
+    return first is not None and second is not None and not same_place(first, second)

@@ -1,0 +1,177 @@
+"""Toggles: what a scenario asks for, what the platform gives, and why.
+
+Here: the toggles' names and values, the facts a decision needs, and the rules, in the order in which one
+toggle depends on another. Not here: where requests come from (`scenario.py`) and how an engine obeys.
+
+A rule answers from `Facts` alone, so every platform can be asked on any machine. The safe answer is the
+rule's default; a platform that answers otherwise names its evidence in ``why``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+VALUES: Mapping[str, tuple[str, ...]] = {
+    "pinned": ("pageable", "pinned", "pinned_sync", "pinned_snapshot"),
+    "symm_mem": ("off", "on"),
+    "graph": ("off", "on"),
+    "overlap": ("off", "on"),
+    "prefix_cache": ("off", "on"),
+    "defect": ("none", "D1", "D2", "D3", "D4"),
+}
+"""Every toggle with its values, in the order of resolution: a rule may look at the toggles before its own."""
+
+DEVICES = ("sim", "cuda", "npu")
+DEFAULT = "default"
+"""What ``requested`` says where nobody asked: the platform chooses."""
+SYMM_MEM_TORCH = (2, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of the place where a trial will run. None means nobody looked."""
+
+    device: str
+    world: int
+    torch_version: str
+    device_count: int | None = None
+    hip: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """One toggle of one trial: the two columns and the reason between them."""
+
+    requested: str
+    resolved: str
+    why: str
+
+    def to_json(self) -> dict[str, str]:
+        return {"requested": self.requested, "resolved": self.resolved, "why": self.why}
+
+
+Resolutions = Mapping[str, Resolution]
+Answer = tuple[str, str]  # resolved, why
+
+
+def gather_facts(device: str, world: int) -> Facts:
+    """Looks at this machine, at the call. Raises ValueError for a device that does not exist.
+
+    Only versions are read for ``sim``; torch is imported for a real device, and a device without its
+    module counts as absent (`doctor` says why).
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    if device not in DEVICES:
+        raise ValueError(f"device {device!r} does not exist; allowed: {', '.join(DEVICES)}")
+    try:
+        torch_version = version("torch")
+    except PackageNotFoundError:
+        torch_version = "0"
+    if device == "sim":
+        return Facts(device, world, torch_version)
+    import torch
+
+    try:
+        module = torch.get_device_module(device)
+    except (RuntimeError, AttributeError, ImportError):
+        return Facts(device, world, torch_version, device_count=0)
+    hip = device == "cuda" and torch.version.hip is not None
+    return Facts(device, world, torch_version, device_count=int(module.device_count()), hip=hip)
+
+
+def resolve(requested: Mapping[str, str], facts: Facts) -> dict[str, Resolution]:
+    """Every toggle, in dependency order; those not in ``requested`` are asked for as DEFAULT.
+
+    Raises ValueError for an unknown toggle or value: `scenario.py` has refused those before, with the file.
+    """
+    for name, value in requested.items():
+        if name not in VALUES:
+            raise ValueError(f"toggle {name!r} does not exist; allowed: {', '.join(VALUES)}")
+        if value not in VALUES[name]:
+            raise ValueError(f"{name} = {value!r} does not exist; allowed: {', '.join(VALUES[name])}")
+    done: dict[str, Resolution] = {}
+    for name in VALUES:
+        asked = requested.get(name, DEFAULT)
+        resolved, why = _RULES[name](asked, facts, done)
+        done[name] = Resolution(asked, resolved, why)
+    return done
+
+
+def _pinned(asked: str, facts: Facts, done: Resolutions) -> Answer:
+    if asked != DEFAULT:
+        if facts.device == "npu" and asked != "pageable":
+            return (
+                asked,
+                "as requested; the order of pinned copies on CANN is not proven, so this is observed",
+            )
+        return asked, "as requested"
+    if facts.device == "cuda":
+        return (
+            "pinned",
+            "CUDA orders pinned asynchronous copies in their stream (CUDA runtime, stream semantics)",
+        )
+    if facts.device == "npu":
+        return "pageable", "safe default: nobody has shown pinned asynchronous copies to be ordered on CANN"
+    return "pageable", "safe default"
+
+
+def _symm_mem(asked: str, facts: Facts, done: Resolutions) -> Answer:
+    if asked in ("off", DEFAULT):
+        return "off", "as requested" if asked == "off" else "safe default"
+    if facts.world < 2:
+        return "off", f"needs at least 2 ranks, there is {facts.world}"
+    if facts.device == "sim":
+        return "on", "as requested; the symmetric heap is simulated"
+    wanted = ".".join(map(str, SYMM_MEM_TORCH))
+    if facts.device != "cuda":
+        return "off", f"needs torch ≥ {wanted} and CUDA or HIP; the device is {facts.device}"
+    if torch_release(facts.torch_version) < SYMM_MEM_TORCH:
+        return "off", f"needs torch ≥ {wanted} and CUDA or HIP; torch is {facts.torch_version}"
+    if facts.device_count is not None and facts.device_count < facts.world:
+        return "off", f"needs one device a rank: {facts.world} ranks, {facts.device_count} devices"
+    return "on", "as requested"
+
+
+def _graph(asked: str, facts: Facts, done: Resolutions) -> Answer:
+    if asked in ("off", DEFAULT):
+        return "off", "as requested" if asked == "off" else "safe default"
+    if facts.hip:
+        return "off", "host-argument updates of a captured graph were never tried on HIP"
+    return "on", "as requested"
+
+
+def _overlap(asked: str, facts: Facts, done: Resolutions) -> Answer:
+    return ("off", "safe default") if asked == DEFAULT else (asked, "as requested")
+
+
+def _prefix_cache(asked: str, facts: Facts, done: Resolutions) -> Answer:
+    return ("on", "every engine under test ships with it on") if asked == DEFAULT else (asked, "as requested")
+
+
+def _defect(asked: str, facts: Facts, done: Resolutions) -> Answer:
+    if asked in ("none", DEFAULT):
+        return "none", "as requested" if asked == "none" else "safe default"
+    if facts.device != "sim":
+        return "none", f"defects are modelled on sim only; the device is {facts.device}"
+    if asked == "D1" and done["graph"].resolved == "off":
+        return "none", "D1 is a missing fence before a graph update; graph is off, so nothing is updated"
+    return asked, "as requested"
+
+
+_RULES: Mapping[str, Callable[[str, Facts, Resolutions], Answer]] = {
+    "pinned": _pinned,
+    "symm_mem": _symm_mem,
+    "graph": _graph,
+    "overlap": _overlap,
+    "prefix_cache": _prefix_cache,
+    "defect": _defect,
+}
+
+
+def torch_release(version: str) -> tuple[int, int]:
+    """Major and minor number of a torch version such as ``2.8.0a0+git1f`` ; (0, 0) where there is none."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)

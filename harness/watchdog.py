@@ -1,0 +1,345 @@
+"""Suspicion and confirmation: which ranks stopped, judged from samples of all ledgers. Pure: no clock here.
+
+Two roads lead to a suspicion. *Proof*: a process is gone or stopped, or the ledgers show a collective that
+cannot complete. *Budget*: nothing moved for longer than this phase's own learned budget (``budgets.py``). A
+suspicion is confirmed by a later sample in which still nothing moved and, where stacks were taken, no host
+stack left its place. Being in a collective is not a hang, and a rank that others wait for keeps its own
+budget while they wait.
+
+One watchdog judges what one observer sees: an agent its node, the driver the joined views of all agents. An
+observer that does not see every rank waits at least for the ceiling, because the cause may lie where it
+cannot look. Here is no capture and no cause: those are ``capture.py`` and ``diagnose.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from harness.budgets import Budgets, WatchdogSettings
+from harness.ledger_snapshot import Snapshot
+from harness.livelock import Futility
+from harness.stacks import ProcessStacks
+from harness.standing import (
+    Confirmed,
+    Healthy,
+    RankState,
+    RankView,
+    Reason,
+    Road,
+    Sample,
+    Standing,
+    Suspect,
+)
+from harness.stillness import left_place
+from harness.waits import Wait, cycle_in, wait_edges, waits
+
+__all__ = [
+    "Confirmed", "Healthy", "RankView", "Sample", "Standing", "Suspect", "Watchdog", "WatchdogSettings",
+]  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Track:
+    """What is remembered of one rank. Seconds are observed ones: those a starved observer missed are out."""
+
+    budgets: Budgets
+    moved_ns: int
+    snapshot: Snapshot | None = None
+    state: RankState = "running"
+    done: bool = False
+    first_step: int | None = None
+    still_s: float = 0.0
+    stopped_s: float = 0.0
+    parked_s: float = 0.0
+    seen_alive: bool = False
+    marks: tuple[int, ...] = field(default=())
+
+    @property
+    def phase(self) -> str:
+        return self.snapshot.host.phase if self.snapshot is not None else ""
+
+    @property
+    def gone(self) -> bool:
+        return not self.done and (self.state == "dead" or (self.state == "missing" and self.seen_alive))
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    reason: Reason
+    road: Road
+    ranks: tuple[int, ...]
+    proof: tuple[str, ...]
+
+
+class Watchdog:
+    """Feed it every sample, in order. ``world`` is the number of ranks of the trial, all nodes together."""
+
+    def __init__(self, settings: WatchdogSettings, world: int) -> None:
+        self._settings = settings
+        self._world = world
+        self._tracks: dict[int, _Track] = {}
+        self._futility = Futility(settings)
+        self._now_ns: int | None = None
+        self._standing: Standing = Healthy(0)
+        self._age_s = 0.0
+
+    @property
+    def standing(self) -> Standing:
+        return self._standing
+
+    def observe(self, sample: Sample) -> Standing:
+        """Judges one sample. ``Healthy.note`` and ``slow`` are set only when this sample ends a suspicion."""
+        elapsed_s = self._elapsed_s(sample.taken_ns)
+        for view in sample.ranks:
+            self._update(view, sample.taken_ns, elapsed_s)
+        self._futility.observe(
+            {view.rank: view.snapshot for view in sample.ranks if view.snapshot is not None},
+            sample.taken_ns,
+            elapsed_s,
+        )
+        self._standing = self._settle(self._find(), sample.taken_ns, elapsed_s)
+        return self._standing
+
+    def budget_s(self, rank: int) -> float:
+        """How long this rank may stand still where it stands. Raises KeyError for a rank never observed."""
+        track = self._tracks[rank]
+        others = [other for number, other in self._tracks.items() if number != rank]
+        step = track.snapshot.host.step if track.snapshot is not None else 0
+        budget_s = track.budgets.budget_s(
+            track.phase,
+            warm=track.first_step is not None and step - track.first_step >= self._settings.warm_steps,
+            left_by_others=any(track.phase in other.budgets.left for other in others),
+        )
+        sees_all = len(self._tracks) >= self._world
+        return budget_s if sees_all else max(budget_s, self._settings.ceiling_s)
+
+    def confirm(
+        self, stacks_a: Mapping[int, ProcessStacks], stacks_b: Mapping[int, ProcessStacks]
+    ) -> Standing:
+        """Holds a confirmation against the stacks of both samples (by rank; ranks without stacks say
+        nothing).
+
+        A suspect whose host stack left its place computes: the confirmation becomes a suspicion again, which
+        the next samples may confirm. Only up to the startup budget: what has not moved its ledger by then
+        hangs.
+        """
+        standing = self._standing
+        if not isinstance(standing, Confirmed) or standing.reason in ("dead", "stopped", "livelock"):
+            return standing
+        moving = [
+            rank
+            for rank in standing.ranks
+            if rank in stacks_a and rank in stacks_b and left_place(stacks_a[rank], stacks_b[rank])
+        ]
+        patience_s = max(self._settings.startup_s, self._settings.ceiling_s)
+        if moving and max(self._tracks[rank].still_s for rank in standing.ranks) < patience_s:
+            self._age_s = 0.0
+            self._standing = Suspect(
+                standing.reason,
+                standing.road,
+                standing.ranks,
+                standing.since_ns,
+                (*standing.proof, f"the host stack of rank {moving[0]} left its place between the samples"),
+                standing.last_progress_ns,
+            )
+        return self._standing
+
+    # Keeping track ---------------------------------------------------------------------------------------
+
+    def _elapsed_s(self, taken_ns: int) -> float:
+        """Seconds since the sample before, cut where the observer itself was starved or suspended."""
+        before_ns, self._now_ns = self._now_ns, taken_ns
+        if before_ns is None:
+            return 0.0
+        longest_s = self._settings.starved_multiple * self._settings.sample_period_s
+        return min(max(0.0, (taken_ns - before_ns) / 1e9), longest_s)
+
+    def _update(self, view: RankView, now_ns: int, elapsed_s: float) -> None:
+        track = self._tracks.get(view.rank)
+        if track is None:
+            track = self._tracks[view.rank] = _Track(Budgets(self._settings), now_ns)
+        track.state, track.done = view.state, view.task_done
+        track.seen_alive = track.seen_alive or view.state in ("running", "sleeping", "stopped")
+        track.stopped_s = track.stopped_s + elapsed_s if view.state == "stopped" else 0.0
+        snapshot = view.snapshot
+        if snapshot is None:
+            track.still_s += elapsed_s
+            return
+        marks = (snapshot.header.start_time_ticks, *snapshot.watermark())
+        before = track.snapshot
+        if before is None or before.header.start_time_ticks != snapshot.header.start_time_ticks:
+            track.first_step = snapshot.host.step
+            track.still_s, track.moved_ns = 0.0, now_ns
+        elif marks != track.marks:
+            if not self._excused(track):
+                track.budgets.learn(before.host.phase, track.still_s + elapsed_s)
+            if (before.host.phase, before.host.step) != (snapshot.host.phase, snapshot.host.step):
+                track.budgets.left.add(before.host.phase)
+            track.still_s, track.moved_ns = 0.0, now_ns
+        else:
+            track.still_s += elapsed_s
+        track.snapshot, track.marks = snapshot, marks
+        parked = snapshot.host.phase == self._settings.parked_phase
+        track.parked_s = track.parked_s + elapsed_s if parked else 0.0
+        if self._excused(track):
+            track.still_s = 0.0
+
+    def _excused(self, track: _Track) -> bool:
+        return track.done or track.phase == self._settings.parked_phase
+
+    # The two roads ---------------------------------------------------------------------------------------
+
+    def _find(self) -> _Finding | None:
+        return self._by_process() or self._by_ledgers() or self._by_budget() or self._by_livelock()
+
+    def _by_process(self) -> _Finding | None:
+        gone = tuple(rank for rank, track in sorted(self._tracks.items()) if track.gone)
+        if gone:
+            facts = tuple(
+                f"rank {rank}: its process is {self._tracks[rank].state}, its task is not done"
+                for rank in gone
+            )
+            return _Finding("dead", "proof", gone, facts)
+        ceiling_s = self._settings.ceiling_s
+        stopped = tuple(
+            rank
+            for rank, track in sorted(self._tracks.items())
+            if not track.done and track.stopped_s >= min(self.budget_s(rank), ceiling_s)
+        )
+        if stopped:
+            facts = tuple(
+                f"rank {rank}: stopped in every sample for {self._tracks[rank].stopped_s:.1f} s"
+                for rank in stopped
+            )
+            return _Finding("stopped", "proof", stopped, facts)
+        return None
+
+    def _by_ledgers(self) -> _Finding | None:
+        found = waits({r: t.snapshot for r, t in self._tracks.items() if t.snapshot is not None})
+        for wait in found:
+            finding = self._never_comes(wait) or self._mismatch(wait)
+            if finding is not None:
+                return finding
+        return self._cycle(found)
+
+    def _never_comes(self, wait: Wait) -> _Finding | None:
+        """A member that will not enter: its task is over, or it waits for the driver."""
+        settings = self._settings
+        still_s = min((self._tracks[rank].still_s for rank in wait.waiting), default=0.0)
+        over = [rank for rank in wait.missing if self._tracks[rank].done]
+        parked = [rank for rank in wait.missing if self._tracks[rank].parked_s >= settings.floor_s]
+        if over and still_s >= settings.proof_still_s:
+            absent, why = over, "its task is over"
+        elif parked and still_s >= settings.floor_s:
+            # The driver starts the ranks one after the other, so parked peers are normal for a moment.
+            absent, why = parked, "its host is parked"
+        else:
+            return None
+        facts = (
+            f"{_ranks(wait.waiting)} in {wait.operation} {wait.sequence} of group {wait.group}",
+            *(f"rank {rank} never entered it and {why}" for rank in absent),
+        )
+        return _Finding("collective", "proof", wait.waiting, facts)
+
+    def _mismatch(self, wait: Wait) -> _Finding | None:
+        if not wait.mismatched:
+            return None
+        if min(self._tracks[rank].still_s for rank in wait.waiting) < self._settings.proof_still_s:
+            return None
+        facts = (
+            f"group {wait.group}, collective {wait.sequence}: the ranks brought a different "
+            f"{wait.mismatch_kind()}",
+            *(side.words() for side in wait.sides),
+        )
+        return _Finding("mismatch", "proof", wait.waiting, facts)
+
+    def _cycle(self, found: tuple[Wait, ...]) -> _Finding | None:
+        edges = wait_edges(found)
+        ranks = cycle_in(edges)
+        if not ranks:
+            return None
+        facts = []
+        for rank, following in zip(ranks, (*ranks[1:], ranks[0]), strict=True):
+            wait = edges[rank][following]
+            # A peer that has not even enqueued may still compute and come: it is owed its own budget.
+            may_come = following in wait.missing
+            needed_s = self.budget_s(following) if may_come else self._settings.proof_still_s
+            if self._tracks[following].still_s < needed_s:
+                return None
+            facts.append(f"rank {rank} waits in {wait.group} {wait.sequence} for rank {following}")
+        return _Finding("cycle", "proof", tuple(sorted(ranks)), tuple(facts))
+
+    def _by_budget(self) -> _Finding | None:
+        active = {
+            rank: track
+            for rank, track in self._tracks.items()
+            if track.snapshot is not None and not self._excused(track)
+        }
+        over = {rank for rank, track in active.items() if track.still_s > self.budget_s(rank)}
+        if over and over == active.keys():
+            return self._stalled(tuple(sorted(over)))
+        # While its peers move, a rank alone may lawfully have nothing to do for long.
+        peers_move = any(track.still_s < self._settings.floor_s for track in active.values())
+        alone = tuple(r for r in sorted(over) if active[r].still_s > self._settings.ceiling_s)
+        return self._stalled(alone) if alone and peers_move else None
+
+    def _stalled(self, ranks: tuple[int, ...]) -> _Finding:
+        facts = tuple(
+            f"rank {rank}: nothing moved for {self._tracks[rank].still_s:.1f} s in phase "
+            f"{self._tracks[rank].phase!r}, whose budget is {self.budget_s(rank):.1f} s"
+            for rank in ranks
+        )
+        return _Finding("stalled", "budget", ranks, facts)
+
+    def _by_livelock(self) -> _Finding | None:
+        fact = self._futility.finding()
+        if fact is None:
+            return None
+        return _Finding("livelock", "budget", self._futility.ranks(), (fact,))
+
+    # From finding to standing ----------------------------------------------------------------------------
+
+    def _settle(self, finding: _Finding | None, now_ns: int, elapsed_s: float) -> Standing:
+        before = self._standing
+        if finding is None:
+            return self._healthy(before)
+        progress_ns = self._last_progress_ns(finding)
+        if isinstance(before, Healthy) or progress_ns > before.since_ns:
+            self._age_s = 0.0
+            return Suspect(finding.reason, finding.road, finding.ranks, now_ns, finding.proof, progress_ns)
+        self._age_s += elapsed_s
+        if isinstance(before, Confirmed):
+            return before
+        if self._age_s >= self._settings.confirm_after_s:
+            return Confirmed(
+                finding.reason,
+                finding.road,
+                finding.ranks,
+                before.since_ns,
+                now_ns,
+                finding.proof,
+                progress_ns,
+            )
+        return Suspect(
+            finding.reason, finding.road, finding.ranks, before.since_ns, finding.proof, progress_ns
+        )
+
+    def _healthy(self, before: Standing) -> Healthy:
+        last_ns = max((track.moved_ns for track in self._tracks.values()), default=0)
+        unknown = tuple(
+            rank for rank, track in sorted(self._tracks.items()) if track.snapshot is None and not track.done
+        )
+        if isinstance(before, Healthy):
+            return Healthy(last_ns, unknown=unknown)
+        note = f"{_ranks(before.ranks)} went on after a suspicion ({before.reason}): slow, not hung"
+        return Healthy(last_ns, note=note, slow=before.ranks, unknown=unknown)
+
+    def _last_progress_ns(self, finding: _Finding) -> int:
+        if finding.reason == "livelock":
+            return self._futility.last_token_ns
+        return max(self._tracks[rank].moved_ns for rank in finding.ranks)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

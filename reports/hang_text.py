@@ -1,0 +1,67 @@
+"""A hang in a few lines of plain text, for sinks without room for tables: terminal, Markdown, JUnit."""
+
+from __future__ import annotations
+
+from reports.model import Culprit, Diagnosis, Result, TrialResult
+from reports.words import count, listing, seconds
+
+_URGENCY = {"fail": 0, "unknown": 1, "pass": 2}
+
+
+def hang_groups(result: Result) -> list[tuple[TrialResult, list[TrialResult]]]:
+    """Trials that were not healthy, by signature (by outcome without one): the first of each and the others.
+
+    What was not expected comes first. A ``corrupt`` trial stopped nowhere: unless somebody diagnosed it, its
+    failed check says all there is.
+    """
+    groups: dict[tuple[str, str], list[TrialResult]] = {}
+    for trial in sorted(result.trials, key=lambda trial: _URGENCY.get(trial.verdict, 1)):
+        if trial.outcome in ("healthy", "skipped") or (trial.outcome == "corrupt" and not trial.diagnosis):
+            continue
+        signature = trial.diagnosis.signature if trial.diagnosis else ""
+        groups.setdefault((signature, "" if signature else trial.outcome), []).append(trial)
+    return [(members[0], members[1:]) for members in groups.values()]
+
+
+def diagnosis_lines(trial: TrialResult) -> list[str]:
+    """The title, then a fact a line: where, who, which operation, which collective, the proof's last word."""
+    found = trial.diagnosis
+    where = f"{trial.scenario}, {trial.name}"
+    if found is None:
+        return [f"{trial.outcome}, without a diagnosis", where]
+    lines = [f"{found.kind}: {found.mechanism} ({found.confidence})", where]
+    if found.culprits:
+        lines.append(f"culprit: {listing([_culprit(item) for item in found.culprits])}")
+    if found.operation is not None or found.stream is not None:
+        lines.append(_stalled(found))
+    if found.collective is not None:
+        collective = found.collective
+        line = f"collective: {collective.operation} #{collective.sequence} of group {collective.group}"
+        line += f", waiting {list(collective.waiting)}, missing {list(collective.missing)}"
+        if collective.mismatch_what:
+            line += (
+                f", sides differ in {collective.mismatch_what}: {' against '.join(collective.mismatch_sides)}"
+            )
+        lines.append(line)
+    lines += [f"proof: {fact.fact}" for fact in found.proof[:3]]
+    if len(found.proof) > 3:
+        lines.append(f"and {count(len(found.proof) - 3, 'more fact')} in the report")
+    if found.missing_evidence:
+        lines.append(f"missing evidence: {listing([item.what for item in found.missing_evidence])}")
+    return lines
+
+
+def _culprit(item: Culprit) -> str:
+    pid = "" if item.pid is None else f", pid {item.pid}"
+    return f"{item.name} ({item.role} on {item.node}{pid})"
+
+
+def _stalled(found: Diagnosis) -> str:
+    line = f"stream: {found.stream or 'not known'}"
+    if found.operation is not None:
+        operation = found.operation
+        line += f", {operation.label}"
+        if operation.sequence is not None:
+            line += f" #{operation.sequence}"
+        line += f" from {operation.site}, unfinished for {seconds(operation.pending_s)}"
+    return line

@@ -1,0 +1,106 @@
+"""summary.md: the run in a page that fits a pull request or a job summary.
+
+Layout only. Text from a run is escaped for Markdown and HTML, since job summaries render both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from reports import words
+from reports.hang_text import diagnosis_lines, hang_groups
+from reports.model import ArmResult, Result
+
+_BARE_PIPE = re.compile(r"(?<!\\)\|")
+_SPECIAL = re.compile(r"([\\`*_\[\]<>|#~])")
+
+
+def escape(text: str) -> str:
+    """``text`` as plain words in Markdown, on one line."""
+    return _SPECIAL.sub(r"\\\1", " ".join(text.split())).replace("&", "&amp;").replace("\\<", "&lt;")
+
+
+def code(text: str) -> str:
+    """``text`` as code, on one line; the fence is longer than any run of backticks inside."""
+    flat = " ".join(text.split())
+    runs = [len(run) for run in re.findall(r"`+", flat)]
+    fence = "`" * (max(runs, default=0) + 1)
+    pad = " " if flat.startswith("`") or flat.endswith("`") else ""
+    return f"{fence}{pad}{flat}{pad}{fence}"
+
+
+def block(text: str) -> str:
+    """``text`` as an indented block of code, which nothing inside can end."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Cells are Markdown already; a pipe in code still needs its backslash."""
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for row in rows:
+        cells = [_BARE_PIPE.sub("\\\\|", cell) for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def render(result: Result) -> str:
+    lines = [f"# {result.verdict}: {escape(result.name)}", "", escape(result.headline), ""]
+    if result.simulation:
+        lines += [f"> **Simulation.** {escape(result.simulation_note)}", ""]
+    lines += [
+        f"{words.count(len(result.trials), 'trial')} on {escape(result.device)}, seed {result.seed}, "
+        f"exit status {result.exit}.",
+        "",
+    ]
+    for scenario in result.scenarios:
+        lines += [f"## {escape(scenario.name)}: {scenario.verdict}", ""]
+        head = ("arm", "hang expected", "hung", "95 % interval", "tokens differ", "verdict", "why")
+        lines += [*table(head, map(_arm, scenario.arms)), ""]
+    lines += _hangs(result)
+    lines += _checks(result)
+    if result.never_run:
+        lines += ["## Planned, never run", "", *(f"- {code(trial)}" for trial in result.never_run), ""]
+    if result.problems:
+        lines += ["## Damaged or missing", "", *(f"- {escape(text)}" for text in result.problems), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _arm(arm: ArmResult) -> tuple[str, ...]:
+    return (
+        code(arm.name),
+        escape(arm.expectation.hang),
+        words.k_of_n(arm.hangs),
+        words.interval(arm.hangs),
+        words.k_of_n(arm.corrupt) if arm.corrupt.n else "not compared",
+        arm.verdict,
+        escape(arm.why),
+    )
+
+
+def _hangs(result: Result) -> list[str]:
+    groups = hang_groups(result)
+    if not groups:
+        return []
+    lines = ["## What stopped", ""]
+    for first, others in groups:
+        title, *facts = diagnosis_lines(first)
+        lines += [f"### {escape(title)}", ""]
+        lines += [f"- {escape(fact)}" for fact in facts]
+        if others:
+            lines.append(f"- the same in {words.count(len(others), 'other trial')}")
+        lines += ["", block(first.rerun), ""]
+    return lines
+
+
+def _checks(result: Result) -> list[str]:
+    rows = [
+        (code(trial.name), escape(check.name), escape(check.verdict), escape(check.reason))
+        for trial in result.trials
+        for check in trial.checks
+        if check.verdict in ("fail", "unknown")
+    ]
+    if not rows:
+        return []
+    head = ("trial", "check", "verdict", "reason")
+    return ["## Checks that did not pass", "", *table(head, rows), ""]

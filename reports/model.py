@@ -1,0 +1,292 @@
+"""The one result model that every sink renders; nothing here reads, judges or writes.
+
+A Result is what a run showed, in the words of the contract for report.json (see ``Result.to_json``). Sinks
+add layout, never facts. Times are seconds since a trial's start, latencies microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from reports.statistics import Observation, Percentiles, Rate
+from reports.words import arm_name
+
+SCHEMA = 1
+
+Verdict: TypeAlias = Literal["pass", "fail", "unknown", "skipped"]
+SignatureStatus: TypeAlias = Literal["new", "known", "changed"]
+
+STOPPED_OUTCOMES = frozenset({"hang", "livelock", "dead", "stopped"})
+"""Outcomes that count as a hang where a scenario says how often one may happen: the work did not end by
+itself. A slow trial did, in time, and does not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    name: str
+    verdict: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    rank: int | None
+    role: str
+    node: str
+    pid: int | None
+    device: str | None
+
+    @property
+    def name(self) -> str:
+        return self.role if self.rank is None else f"rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    label: str
+    sequence: int | None
+    site: str
+    pending_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    group: str
+    sequence: int | None
+    operation: str
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+    mismatch_what: str | None
+    mismatch_sides: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One step of a proof. ``evidence`` is a path inside the trial's directory."""
+
+    fact: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    what: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    kind: str
+    mechanism: str
+    culprits: tuple[Culprit, ...]
+    stream: str | None
+    operation: Operation | None
+    collective: Collective | None
+    proof: tuple[Fact, ...]
+    confidence: str
+    signature: str
+    last_progress_s: float | None
+    suspected_s: float | None
+    confirmed_s: float | None
+    captured_s: float | None
+    missing_evidence: tuple[Missing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What became of one toggle: a request, what the platform gave, and why."""
+
+    toggle: str
+    requested: str
+    resolved: str
+    why: str
+
+    @property
+    def changed(self) -> bool:
+        return self.requested != self.resolved
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What a scenario says about an arm. ``min_rate`` and ``mechanism`` are None where it says nothing."""
+
+    hang: str = "any"
+    min_rate: float | None = None
+    mechanism: str | None = None
+    tokens: str = "equal"
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    id: str
+    scenario: str
+    arm: Mapping[str, Any]
+    seed: int | None
+    device: str
+    target: str
+    outcome: str
+    verdict: Verdict
+    expectation: Expectation
+    checks: tuple[Check, ...]
+    steps: int
+    tokens: int
+    retractions: int
+    duration_s: float | None
+    tokens_differ: int
+    tokens_compared: int
+    ranks: int
+    resolutions: tuple[Resolution, ...]
+    rerun: str
+    diagnosis: Diagnosis | None
+    problems: tuple[str, ...]
+    latency_us: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def stopped(self) -> bool:
+        return self.outcome in STOPPED_OUTCOMES
+
+    @property
+    def conclusive(self) -> bool:
+        return self.outcome not in ("unknown", "skipped")
+
+    @property
+    def differs(self) -> bool:
+        """Its tokens differ from the reference's by more than the target's own noise.
+
+        In simulation (float32) one differing token is enough; on hardware the tokens check knows the rate
+        that pageable trials show among themselves, so its answer counts.
+        """
+        if self.outcome == "corrupt":
+            return True
+        failed = any(check.name == "tokens" and check.verdict == "fail" for check in self.checks)
+        return self.tokens_differ > 0 and (failed or self.device == "sim")
+
+    @property
+    def name(self) -> str:
+        return f"{arm_name(self.arm)} seed={'?' if self.seed is None else self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class ArmResult:
+    """One arm of one scenario. ``why`` is a clause that gives the verdict's reason.
+
+    ``latency_us`` holds the percentiles by hot path over the trials that ran to their end; ``samples_us``
+    the samples themselves, one tuple a trial.
+    """
+
+    scenario: str
+    arm: Mapping[str, Any]
+    expectation: Expectation
+    verdict: Verdict
+    why: str
+    observation: Observation
+    hangs: Rate
+    corrupt: Rate
+    same_as: str | None
+    resolutions: tuple[Resolution, ...]
+    latency_us: Mapping[str, Percentiles]
+    samples_us: Mapping[str, tuple[tuple[float, ...], ...]]
+    trials: tuple[TrialResult, ...]
+
+    @property
+    def name(self) -> str:
+        return arm_name(self.arm)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "arm": dict(self.arm),
+            "expected": self.expectation.hang,
+            "min_rate": self.expectation.min_rate,
+            "expected_mechanism": self.expectation.mechanism,
+            "expected_tokens": self.expectation.tokens,
+            "observation": self.observation,
+            "hangs": self.hangs.to_json(),
+            "corrupt": self.corrupt.to_json(),
+            "verdict": self.verdict,
+            "why": self.why,
+            "same_as": self.same_as,
+            "latency_us": {path: self.latency_us[path].to_json() for path in sorted(self.latency_us)},
+            "trials": [trial.id for trial in self.trials],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioResult:
+    name: str
+    verdict: Verdict
+    arms: tuple[ArmResult, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        arms = [arm.to_json() for arm in self.arms]
+        return {"name": self.name, "verdict": self.verdict, "arms": arms}
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureResult:
+    signature: str
+    mechanism: str
+    count: int
+    status: SignatureStatus
+    trials: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "signature": self.signature,
+            "mechanism": self.mechanism,
+            "count": self.count,
+            "status": self.status,
+            "trials": list(self.trials),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A whole run. ``never_run`` are planned trials without a directory; ``problems`` name damaged files."""
+
+    run: str
+    name: str
+    verdict: Verdict
+    exit: int
+    headline: str
+    seed: int
+    device: str
+    simulation: bool
+    simulation_note: str
+    command: str
+    started_utc: str
+    finished_utc: str | None
+    versions: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    scenarios: tuple[ScenarioResult, ...]
+    signatures: tuple[SignatureResult, ...]
+    never_run: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def arms(self) -> tuple[ArmResult, ...]:
+        return tuple(arm for scenario in self.scenarios for arm in scenario.arms)
+
+    @property
+    def trials(self) -> tuple[TrialResult, ...]:
+        return tuple(trial for arm in self.arms for trial in arm.trials)
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of report.json and of ``hangrig run --json``."""
+        return {
+            "schema": SCHEMA,
+            "run": self.run,
+            "name": self.name,
+            "verdict": self.verdict,
+            "exit": self.exit,
+            "headline": self.headline,
+            "seed": self.seed,
+            "device": self.device,
+            "simulation": self.simulation,
+            "simulation_note": self.simulation_note,
+            "scenarios": [scenario.to_json() for scenario in self.scenarios],
+            "signatures": [signature.to_json() for signature in self.signatures],
+            "never_run": list(self.never_run),
+            "problems": list(self.problems),
+        }

@@ -1,0 +1,73 @@
+"""The result on a terminal: verdict, arms, hangs in a few lines each, the lines that repeat them.
+
+Plain text where the stream is no terminal. Text from a run is never read as markup, and control characters
+in it (a terminal obeys them) are shown as escapes.
+"""
+
+from __future__ import annotations
+
+from typing import IO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from reports import words
+from reports.hang_text import diagnosis_lines, hang_groups
+from reports.model import Result, ScenarioResult
+
+_STYLES = {"pass": "green", "fail": "bold red", "unknown": "yellow", "skipped": "dim"}
+_PLAIN_WIDTH = 150
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters as escapes: a thread's name must not move the cursor."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def show(result: Result, stream: IO[str]) -> None:
+    """Writes the whole result to ``stream`` (the commands give standard error under ``--json``)."""
+    interactive = stream.isatty()
+    console = Console(
+        file=stream,
+        highlight=False,
+        no_color=not interactive,
+        width=None if interactive else _PLAIN_WIDTH,
+        soft_wrap=not interactive,
+    )
+    for scenario in result.scenarios:
+        console.print(_arms(scenario))
+    for first, others in hang_groups(result):
+        title, *facts = map(printable, diagnosis_lines(first))
+        more = f" (and {words.count(len(others), 'other trial')} alike)" if others else ""
+        console.print(Text(f"{title}{more}", style="bold"))
+        for fact in facts:
+            console.print(Text(f"  {fact}"))
+        console.print(Text(f"  again with: {printable(first.rerun)}", style="cyan"), soft_wrap=True)
+    for trial in result.never_run:
+        console.print(Text(f"never ran: {printable(trial)}", style="yellow"))
+    for problem in result.problems:
+        console.print(Text(f"damaged: {printable(problem)}", style="yellow"))
+    if result.simulation:
+        console.print(Text(f"Simulation. {printable(result.simulation_note)}", style="yellow"))
+    verdict = Text(result.verdict.upper(), style=_STYLES[result.verdict])
+    console.print(verdict.append(f"  {printable(result.headline)}", style="default"))
+    console.print(Text(f"{printable(result.run)}/report.html", style="dim"), soft_wrap=True)
+
+
+def _arms(scenario: ScenarioResult) -> Table:
+    table = Table(title=Text(printable(scenario.name)), title_justify="left", box=None, pad_edge=False)
+    for name in ("arm", "expected", "hung", "95 % interval", "tokens differ", "step p50", "verdict"):
+        table.add_column(name, overflow="fold", justify="left")
+    for arm in scenario.arms:
+        step = arm.latency_us.get("step")
+        table.add_row(
+            Text(printable(arm.name)),
+            Text(printable(arm.expectation.hang)),
+            words.k_of_n(arm.hangs),
+            words.interval(arm.hangs),
+            words.k_of_n(arm.corrupt) if arm.corrupt.n else "not compared",
+            "-" if step is None else words.microseconds(step.p50),
+            Text(arm.verdict, style=_STYLES[arm.verdict]),
+        )
+    return table

@@ -1,0 +1,75 @@
+"""How numbers and names read, in every sink alike. Pure formatting: no file, no markup."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from reports.statistics import Rate
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+
+
+def clean(text: str) -> str:
+    """``text`` with replacement characters for controls and lone surrogates, both of which JSON can carry."""
+    return _UNPRINTABLE.sub("\ufffd", text)
+
+
+def arm_name(arm: Mapping[str, Any]) -> str:
+    """An arm as one string, its toggles sorted: ``pinned=pageable,symm_mem=off``."""
+    return ",".join(f"{toggle}={arm[toggle]}" for toggle in sorted(arm)) or "default"
+
+
+def percent(share: float) -> str:
+    """``0.1234`` as ``12.3 %``; whole numbers without a decimal; never 0 or 100 for what is not."""
+    figure = share * 100.0
+    if 0.0 < figure < 0.1:
+        return "<0.1 %"
+    if 99.9 < figure < 100.0:
+        return ">99.9 %"
+    return f"{figure:.1f}".removesuffix(".0") + " %"
+
+
+def k_of_n(rate: Rate) -> str:
+    return f"{rate.k} of {rate.n}"
+
+
+def interval(rate: Rate) -> str:
+    if rate.n == 0:
+        return "nothing tried"
+    return f"{percent(rate.low).removesuffix(' %')} to {percent(rate.high)}"
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    if value < 0.0005:
+        return "0 s"
+    if value < 1.0:
+        return f"{value * 1000:.0f} ms"
+    if value < 120.0:
+        return f"{value:.1f} s"
+    return f"{value / 60:.1f} min" if value < 7200.0 else f"{value / 3600:.1f} h"
+
+
+def microseconds(value: float) -> str:
+    if value < 1000.0:
+        return f"{value:.3g} µs" if value < 100.0 else f"{value:.0f} µs"
+    if value < 1_000_000.0:
+        return f"{value / 1000:.3g} ms" if value < 100_000.0 else f"{value / 1000:.0f} ms"
+    return f"{value / 1_000_000:.3g} s"
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """``1 trial``, ``3 trials``."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def listing(items: list[str], most: int = 3) -> str:
+    """``a, b and c``; past ``most``, ``a, b, c and 4 more``."""
+    if len(items) > most:
+        return f"{', '.join(items[:most])} and {len(items) - most} more"
+    if len(items) < 2:
+        return "".join(items)
+    return f"{', '.join(items[:-1])} and {items[-1]}"

@@ -1,0 +1,144 @@
+"""DP attention: what the ranks agree on before a step, and how tokens reach the experts and come back.
+
+Every rank attends to its own requests; the experts are spread over the ranks. So before every step all ranks,
+idle ones too, tell each other what they are about to run, and all run the same collectives. Tokens are padded
+in one of two ways, as SGLang does it (PLATFORMS.md): MAX_LEN pads every rank to the longest one and uses
+all-gather and reduce-scatter; SUM_LEN packs them one after the other and uses two all-reduces. Any prefill with
+more than one rank means SUM_LEN; only MAX_LEN can be captured into a graph.
+
+Not here: the collectives themselves (``comm.py``), the choice of the local batch (``scheduler.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from serving.comm import Group
+
+
+class Mode(IntEnum):
+    IDLE = 0
+    DECODE = 1
+    PREFILL = 2
+
+
+class Padding(IntEnum):
+    MAX_LEN = 0
+    SUM_LEN = 1
+
+
+class AgreementError(RuntimeError):
+    """The ranks described a step that cannot be: they are not at the same step."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """What one rank tells the others. ``tokens``: computed in this step. ``work``: it is not finished yet."""
+
+    step: int
+    mode: Mode
+    tokens: int
+    samples: int
+    graph: bool
+    work: bool
+    retracted: int = 0
+
+    def row(self) -> list[int]:
+        flags = (int(self.graph), int(self.work))
+        return [self.step, int(self.mode), self.tokens, self.samples, *flags, self.retracted]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What all ranks do in this step, equal on all of them."""
+
+    step: int
+    modes: tuple[Mode, ...]
+    tokens: tuple[int, ...]
+    padding: Padding
+    bucket: int
+    """Rows every rank is padded to in a graph; 0 when the step runs eagerly."""
+    work: bool
+
+    @property
+    def graph(self) -> bool:
+        return self.bucket > 0
+
+    @property
+    def empty(self) -> bool:
+        return not any(self.tokens)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the gathered batch."""
+        if self.graph:
+            return self.bucket * len(self.tokens)
+        return max(self.tokens) * len(self.tokens) if self.padding is Padding.MAX_LEN else sum(self.tokens)
+
+    def local_rows(self, rank: int) -> int:
+        """Rows of ``rank``'s own batch, padding included."""
+        if self.graph:
+            return self.bucket
+        return max(self.tokens) if self.padding is Padding.MAX_LEN else self.tokens[rank]
+
+    def begin(self, rank: int) -> int:
+        """First row of ``rank`` in the gathered batch."""
+        if self.padding is Padding.MAX_LEN:
+            return rank * self.local_rows(rank)
+        return sum(self.tokens[:rank])
+
+
+def agree(group: Group, local: LocalState, *, buckets: Sequence[int], padding: Padding | None) -> StepPlan:
+    """The per-step agreement of all ranks. ``padding`` None chooses as SGLang does; buckets ascending."""
+    rows = group.all_gather_host(local.row())
+    steps = {row[0] for row in rows}
+    if steps != {local.step}:
+        raise AgreementError(f"the ranks are at different steps: {[row[0] for row in rows]}")
+    modes = tuple(Mode(row[1]) for row in rows)
+    tokens = tuple(row[2] for row in rows)
+    wanted = (
+        all(row[4] for row in rows)
+        and Mode.PREFILL not in modes
+        and Mode.DECODE in modes
+        and padding is not Padding.SUM_LEN
+    )
+    bucket = next((b for b in buckets if b >= max(tokens)), 0) if wanted else 0
+    if bucket:
+        chosen = Padding.MAX_LEN
+    elif Mode.PREFILL in modes and len(rows) > 1:
+        chosen = Padding.SUM_LEN
+    else:
+        chosen = Padding.MAX_LEN if padding is None else padding
+    return StepPlan(local.step, modes, tokens, chosen, bucket, any(row[5] for row in rows))
+
+
+def valid_rows(counts_W: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+    """Which gathered rows hold a token, from the token counts on the device: (rows, 1) of 0.0 and 1.0."""
+    index = torch.arange(plan.rows, device=counts_W.device)
+    if plan.padding is Padding.SUM_LEN:
+        return (index < counts_W.sum()).to(torch.float32).unsqueeze(1)
+    width = plan.rows // len(plan.tokens)
+    counts_G = counts_W.repeat_interleave(width, output_size=plan.rows)
+    return (index % width < counts_G).to(torch.float32).unsqueeze(1)
+
+
+def gather(group: Group, plan: StepPlan, local_TD: torch.Tensor, gathered_GD: torch.Tensor) -> None:
+    """Enqueues: ``gathered_GD`` gets the tokens of all ranks. In SUM_LEN it must come with this rank's own
+    rows in place and zeros elsewhere."""
+    if plan.padding is Padding.MAX_LEN:
+        group.all_gather(gathered_GD, local_TD)
+    else:
+        group.all_reduce(gathered_GD)
+
+
+def scatter(group: Group, plan: StepPlan, partial_GD: torch.Tensor, local_TD: torch.Tensor) -> None:
+    """Enqueues: the experts' partial sums of all ranks, added up. In MAX_LEN ``local_TD`` gets this rank's
+    rows; in SUM_LEN ``partial_GD`` is reduced in place and this rank's rows are a slice of it."""
+    if plan.padding is Padding.MAX_LEN:
+        group.reduce_scatter(local_TD, partial_GD)
+    else:
+        group.all_reduce(partial_GD)

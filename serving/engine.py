@@ -1,0 +1,369 @@
+"""The engine of one rank: ``step()`` schedules, agrees, prepares, runs forward, samples and finishes.
+
+With overlap the host is one step ahead of the device: it launches step n, then waits for the result of step n-1.
+The order within a step is what makes the pinned-memory hang possible (HANGS.md, D1), so it is kept in one place.
+Nothing in the hot path waits for the device but the result of the step before, unless a copy does so by itself.
+
+Not here: which requests run (``scheduler.py``), what the ranks agree on (``dp_attention.py``), the stream
+operations of a forward pass (``forward.py``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from harness import faults
+from harness.devices.base import Device, Event, Graph, HostArgs
+from harness.ledger import LedgerWriter
+from serving.comm import Comm
+from serving.deepseek_v2 import DeepseekV2
+from serving.dp_attention import LocalState, Mode, Padding, StepPlan, agree
+from serving.forward import DeviceState, Forward, Workspace
+from serving.sampling import Grammars, sample
+from serving.requests import FUTURE, Batch, BatchMode, Request
+from serving.scheduler import Scheduler, SchedulerConfig
+from serving.transfer import Fetched, PinnedPolicy, Transfers
+
+_MODES = {BatchMode.IDLE: Mode.IDLE, BatchMode.DECODE: Mode.DECODE, BatchMode.PREFILL: Mode.PREFILL}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How one engine runs. ``wait_s`` is the deadline of each wait of the host, in seconds."""
+
+    scheduler: SchedulerConfig
+    max_context: int
+    """Longest request, prompt and output, in tokens."""
+    graph_buckets: tuple[int, ...] = (1, 2, 4, 8, 16)
+    """Rows that decode graphs are captured for, ascending."""
+    padding: Padding | None = None
+    overlap: bool = True
+    graph: bool = True
+    pinned: PinnedPolicy = "pageable"
+    wait_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that is on the device. ``fetched`` comes once its sampling is enqueued."""
+
+    batch: Batch
+    plan: StepPlan
+    ws: Workspace
+    sampled: tuple[str, ...]  # request ids in the order of the sampled rows
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A step whose tokens are on their way to the host."""
+
+    step: int
+    batch: Batch
+    sampled: tuple[str, ...]
+    fetched: Fetched | None
+
+
+class EngineError(RuntimeError):
+    """The engine cannot go on, or was not clean at the end of a trial."""
+
+
+class Engine:
+    """One rank. ``arrivals``: this rank's requests with the step in which each one arrives, ascending."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: DeepseekV2,
+        device: Device,
+        comm: Comm,
+        ledger: LedgerWriter | None,
+        arrivals: Sequence[tuple[int, Request]],
+    ) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config.scheduler)
+        self.transfers = Transfers(device, config.pinned, wait_s=config.wait_s)
+        self.step_us: dict[str, list[float]] = defaultdict(list)
+        self.steps = 0
+        self.decode_steps = 0
+        self.tokens_out = 0
+        self.ended: list[Request] = []
+        self._model = model
+        self._device = device
+        self._comm = comm
+        self._rank = comm.options.rank
+        self._ledger = ledger
+        self._arrivals = deque(arrivals)
+        self._grammars = Grammars(model.config.vocab_size)
+        self._requests: dict[str, Request] = {}
+        self._rows: dict[str, int] = {}
+        self._free_rows = list(range(2 * config.scheduler.max_running + 2, 0, -1))
+        self._state = self._make_state(len(self._free_rows) + 1)
+        self._forward = Forward(model, device, comm.group("experts"), self._state, self._rank)
+        self._graphs: dict[int, tuple[Graph, Workspace]] = {}
+        self._replay_done: Event | None = None
+        self._pending: Pending | None = None
+        self._step_began_ns = 0
+        if config.graph:
+            self._phase("capture")
+            for bucket in config.graph_buckets:
+                self._graphs[bucket] = self._capture(bucket)
+
+    # One step ----------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Runs one step together with all other ranks. False when no rank has work left."""
+        self._begin_step()
+        batch = self.scheduler.schedule()
+        for request_id in batch.retracted:
+            self._release_row(request_id)
+        self._end_requests(batch.aborted)
+        plan = self._agree(batch)
+        launched = None if plan.empty else self._launch(batch, plan)
+        if self.config.overlap:
+            self._finish(self._pending)
+            self._pending = self._sample(launched, batch)
+        else:
+            self._finish(self._sample(launched, batch))
+        self._end_step(batch, plan)
+        return plan.work
+
+    def run(self) -> None:
+        """Steps until no rank has work, then makes sure that nothing is left behind."""
+        while self.step():
+            pass
+        self._finish(self._pending)
+        self._pending = None
+        self._phase("drain")
+        for stream in (self._device.compute, self._device.copy, self._device.comm, self._device.update):
+            stream.synchronize(self.config.wait_s)
+        self.scheduler.check_integrity()
+        self._phase("parked")
+
+    def _begin_step(self) -> None:
+        self.steps += 1
+        self._step_began_ns = time.perf_counter_ns()
+        self._phase("schedule")
+        if faults.ACTIVE is not None:
+            faults.ACTIVE.visit("rank.step", rank=self._rank, step=self.steps)
+        while self._arrivals and self._arrivals[0][0] <= self.steps:
+            _, request = self._arrivals.popleft()
+            self._requests[request.id] = request
+            if request.grammar is not None:
+                self._grammars.start(request.id, request.grammar)
+            self.scheduler.add(request)
+
+    def _agree(self, batch: Batch) -> StepPlan:
+        self._phase("agree")
+        local = LocalState(
+            step=self.steps,
+            mode=_MODES[batch.mode],
+            tokens=batch.num_tokens,
+            samples=len(batch.sampling),
+            graph=self.config.graph,
+            work=bool(self._arrivals) or self.scheduler.has_work(),
+            retracted=len(batch.retracted),
+        )
+        return agree(
+            self._comm.group("agree"),
+            local,
+            buckets=self.config.graph_buckets,
+            padding=self.config.padding,
+        )
+
+    def _launch(self, batch: Batch, plan: StepPlan) -> Launched:
+        self._phase("launch")
+        rows = batch.rows
+        prefix = self._assign_rows(batch)
+        sampled = batch.sampling
+        if plan.graph:
+            graph, ws = self._graphs[plan.bucket]
+        else:
+            sizes = (batch.num_tokens, len(rows), len(sampled), len(prefix))
+            ws = Workspace.make(self._device, self._model, plan, self._rank, sizes=sizes)
+        self.transfers.to_device(
+            ws.counts_W, lambda host: host.copy_(torch.tensor(plan.tokens)), "token_count_copy"
+        )
+        if batch.num_tokens or plan.graph:
+            self.transfers.to_device(
+                ws.packed, lambda host: self._pack(host, batch, ws, prefix), "metadata_copy"
+            )
+        args: HostArgs = (tuple(row.kv_len for row in rows), tuple(row.q_len for row in rows))
+        if plan.graph:
+            self._replay(graph, ws, args)
+        else:
+            self._forward.enqueue(ws, args)
+        return Launched(batch, plan, ws, sampled)
+
+    def _replay(self, graph: Graph, ws: Workspace, args: HostArgs) -> None:
+        """Update the host arguments for this step, fenced by the previous replay; then replay."""
+        kv_lens, q_lens = args
+        padded = len(ws.rows_B) - len(kv_lens)
+        args = (kv_lens + (0,) * padded, q_lens + (1,) * padded)
+        self._device.graph_update(graph, self._forward.host_args(args), self._replay_done)
+        self._device.replay(graph)
+        self._replay_done = self._device.event()
+        self._device.compute.record(self._replay_done)
+        self._comm.replayed(graph)
+
+    def _sample(self, launched: Launched | None, batch: Batch) -> Pending:
+        self._phase("sample")
+        if launched is None or not launched.sampled:
+            return Pending(self.steps, batch, (), None)
+        ws, sampled = launched.ws, launched.sampled
+        mask_SW = None
+        if any(self._grammars.constrained(request_id) for request_id in sampled):
+            mask_SW = self._device.empty((len(ws.sample_S), self._grammars.words()), torch.int32)
+            self.transfers.to_device(
+                mask_SW, lambda host: self._grammars.fill(host, sampled), "bitmask_copy"
+            )
+        tokens_S = self._device.empty((len(ws.sample_S),), torch.int64)
+        last_token_R = self._state.last_token_R
+
+        def run() -> None:
+            tokens_S.copy_(sample(ws.logits_SV, mask_SW))
+            last_token_R.index_copy_(0, ws.sample_rows_S, tokens_S)
+
+        ready = self._device.event()
+        self._device.compute.run(run, "sample")
+        self._device.compute.record(ready)
+        fetched = self.transfers.to_host(tokens_S, ready, "next_token_copy")
+        return Pending(self.steps, batch, sampled, fetched)
+
+    def _finish(self, pending: Pending | None) -> None:
+        """Waits for the tokens of a step and hands them to its requests."""
+        if pending is None:
+            return
+        tokens: dict[str, int] = {}
+        ended: set[str] = set()
+        if pending.fetched is not None:
+            self._phase("wait-result")
+            pending.fetched.done.synchronize(self.config.wait_s)
+            values = pending.fetched.tensor.tolist()
+            self.transfers.release(pending.fetched)
+            tokens = dict(zip(pending.sampled, values, strict=False))  # graph rows are padded
+            self._phase("process")
+            for request_id, token in tokens.items():
+                if self._grammars.accept(request_id, token):
+                    ended.add(request_id)
+        finished = self.scheduler.commit(pending.batch, tokens, ended)
+        self.tokens_out += len(tokens)
+        self._end_requests([request.id for request in finished])
+
+    def _end_step(self, batch: Batch, plan: StepPlan) -> None:
+        kind = "step" if Mode.PREFILL not in plan.modes else "prefill_step"
+        if not plan.empty:
+            self.step_us[kind].append((time.perf_counter_ns() - self._step_began_ns) / 1e3)
+            self.decode_steps += kind == "step"
+        if self._ledger is not None and not (plan.empty and self.steps % 16):
+            self._ledger.decision(
+                {
+                    "step": self.steps,
+                    "mode": _MODES[batch.mode].name.lower(),
+                    "modes": [mode.name.lower() for mode in plan.modes],
+                    "tokens": list(plan.tokens),
+                    "padding": plan.padding.name.lower(),
+                    "bucket": plan.bucket,
+                    "graph": plan.graph,
+                    "update": plan.graph,
+                    "retracted": list(batch.retracted),
+                    "tokens_out": self.tokens_out,
+                }
+            )
+
+    # Rows, buffers, graphs ---------------------------------------------------------------------------------
+
+    def _make_state(self, rows: int) -> DeviceState:
+        model, scheduler = self._model, self.config.scheduler
+        width = model.config.kv_lora_rank + model.config.qk_rope_head_dim
+        slots = scheduler.kv_tokens + scheduler.page_size
+        kv = tuple(
+            self._device.empty((slots, width), model.dtype).zero_()
+            for _ in range(model.config.num_hidden_layers)
+        )
+        return DeviceState(
+            kv=kv,
+            table_RM=self._device.empty((rows, self.config.max_context), torch.int64).zero_(),
+            last_token_R=self._device.empty((rows,), torch.int64).zero_(),
+        )
+
+    def _capture(self, bucket: int) -> tuple[Graph, Workspace]:
+        world = self._comm.options.world
+        plan = StepPlan(0, (Mode.DECODE,) * world, (bucket,) * world, Padding.MAX_LEN, bucket, True)
+        sizes = (bucket, bucket, bucket, 0)
+        ws = Workspace.make(self._device, self._model, plan, self._rank, sizes=sizes)
+        ws.packed.zero_()
+        ws.counts_W.zero_()
+        return self._forward.capture(ws, f"decode.{bucket}"), ws
+
+    def _assign_rows(self, batch: Batch) -> list[tuple[int, int, int]]:
+        """Gives new requests a row; returns (row, position, slot) of their cached tokens."""
+        prefix: list[tuple[int, int, int]] = []
+        for row in batch.rows:
+            if row.request.id in self._rows:
+                continue
+            index = self._rows[row.request.id] = self._free_rows.pop()
+            prefix.extend((index, position, slot) for position, slot in enumerate(row.table[: row.start]))
+        return prefix
+
+    def _end_requests(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._grammars.forget(request_id)
+            self._release_row(request_id)
+            self.ended.append(self._requests.pop(request_id))
+
+    def _release_row(self, request_id: str) -> None:
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._free_rows.append(row)
+
+    def _pack(
+        self, host: torch.Tensor, batch: Batch, ws: Workspace, prefix: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Fills the source of the metadata copy, laid out as ``Workspace.packed``; padding is zeros."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        sample_at: list[int] = []
+        sample_rows: list[int] = []
+        for row in batch.rows:
+            index = self._rows[row.request.id]
+            ids.extend(-index if token is FUTURE else token for token in row.tokens)
+            positions.extend(row.positions)
+            slots.extend(row.slots)
+            rows.extend([index] * row.q_len)
+            if row.samples:
+                sample_at.append(len(ids) - 1)
+                sample_rows.append(index)
+        sequences = [self._rows[row.request.id] for row in batch.rows]
+        columns = [list(column) for column in zip(*prefix, strict=True)] or [[], [], []]
+        sized: Sequence[tuple[list[int], int]] = (
+            (ids, len(ws.ids_T)),
+            (positions, len(ws.ids_T)),
+            (slots, len(ws.ids_T)),
+            (rows, len(ws.ids_T)),
+            (sequences, len(ws.rows_B)),
+            (sample_at, len(ws.sample_S)),
+            (sample_rows, len(ws.sample_S)),
+            *((column, len(prefix)) for column in columns),
+        )
+        flat: list[int] = []
+        for values, size in sized:
+            flat.extend(values)
+            flat.extend([0] * (size - len(values)))
+        host.copy_(torch.tensor(flat, dtype=torch.int64))
+
+    def _phase(self, name: str) -> None:
+        if self._ledger is not None:
+            self._ledger.phase(name, self.steps)
+
+    # What a trial brings home ------------------------------------------------------------------------------
+
+    def latency_us(self) -> Mapping[str, list[float]]:
+        """Microseconds: host time of each copy per path, and whole steps."""
+        return {path: entry.host_us for path, entry in self.transfers.paths.items()} | dict(self.step_us)

@@ -1,0 +1,220 @@
+"""One forward pass as stream operations: what is enqueued, in which order, on which buffers.
+
+The same enqueues serve an eager step and a graph capture; the device decides whether they queue or record. A
+``Workspace`` holds the buffers of one shape: made afresh for an eager step, kept for ever by a captured graph.
+Shapes: T tokens of this rank, B sequences, S sampled rows, G gathered rows, D hidden size, W ranks.
+
+Not here: when a step runs and with which batch (``engine.py``); the arithmetic (``deepseek_v2.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from harness.devices.base import Device, ExternalEvent, Graph, HostArgs
+from serving.comm import Group
+from serving.deepseek_v2 import DeepseekV2
+from serving.dp_attention import Padding, StepPlan, gather, scatter, valid_rows
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """Device memory that lives as long as the engine. Row 0 and slot 0 are where padding goes."""
+
+    kv: tuple[torch.Tensor, ...]
+    """Per layer (slots, kv_lora_rank + rope): the compressed cache."""
+    table_RM: torch.Tensor
+    """Slot of each position of each running request, int64."""
+    last_token_R: torch.Tensor
+    """The newest sampled token of each running request, int64: the next step's input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Buffers of one forward pass. ``packed`` is what one copy brings; the int64 views below lie in it."""
+
+    plan: StepPlan
+    packed: torch.Tensor
+    ids_T: torch.Tensor  # a token id, or minus the row whose newest token it is
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    rows_T: torch.Tensor
+    rows_B: torch.Tensor
+    sample_S: torch.Tensor  # index into T
+    sample_rows_S: torch.Tensor
+    prefix_P: torch.Tensor  # (3, P): row, position, slot of cached tokens
+    counts_W: torch.Tensor
+    valid_G1: torch.Tensor
+    hidden_TD: torch.Tensor
+    query_THE: torch.Tensor
+    attended_THC: torch.Tensor
+    experts_in: torch.Tensor  # (local rows, D)
+    gathered_GD: torch.Tensor
+    partial_GD: torch.Tensor
+    reduced: torch.Tensor  # (local rows, D)
+    logits_SV: torch.Tensor
+
+    @staticmethod
+    def make(
+        device: Device, model: DeepseekV2, plan: StepPlan, rank: int, *, sizes: tuple[int, int, int, int]
+    ) -> Workspace:
+        """``sizes``: T, B, S and P (cached tokens whose slots are new to the device)."""
+        tokens, sequences, samples, prefix = sizes
+        config = model.config
+        parts = [tokens, tokens, tokens, tokens, sequences, samples, samples, 3 * prefix]
+        packed = device.empty((sum(parts),), torch.int64)
+        ids, positions, slots, rows, rows_b, sample, sample_rows, prefix_flat = torch.split(packed, parts)
+        floats = model.dtype
+        hidden, heads, rank_c = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+        local = plan.local_rows(rank)
+        return Workspace(
+            plan=plan,
+            packed=packed,
+            ids_T=ids,
+            positions_T=positions,
+            slots_T=slots,
+            rows_T=rows,
+            rows_B=rows_b,
+            sample_S=sample,
+            sample_rows_S=sample_rows,
+            prefix_P=prefix_flat.view(3, prefix),
+            counts_W=device.empty((len(plan.tokens),), torch.int64),
+            valid_G1=device.empty((plan.rows, 1), torch.float32),
+            hidden_TD=device.empty((tokens, hidden), floats),
+            query_THE=device.empty((tokens, heads, rank_c + config.qk_rope_head_dim), floats),
+            attended_THC=device.empty((tokens, heads, rank_c), floats),
+            experts_in=device.empty((local, hidden), floats),
+            gathered_GD=device.empty((plan.rows, hidden), floats),
+            partial_GD=device.empty((plan.rows, hidden), floats),
+            reduced=device.empty((local, hidden), floats),
+            logits_SV=device.empty((samples, config.vocab_size), torch.float32),
+        )
+
+
+class Forward:
+    """Enqueues forward passes of one rank."""
+
+    def __init__(
+        self, model: DeepseekV2, device: Device, experts: Group, state: DeviceState, rank: int
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._experts = experts
+        self._state = state
+        self._rank = rank
+
+    def capture(self, ws: Workspace, name: str) -> Graph:
+        """The pass as a graph. Each attention layer of each graph has an external event of its own."""
+        layers = range(self._model.config.num_hidden_layers)
+        events = [self._device.external_event(f"{name} attention.{layer}") for layer in layers]
+        sequences = len(ws.rows_B)
+        self._experts.capture_begins()
+        with self._device.capture(name) as graph:
+            self.enqueue(ws, ((0,) * sequences, (1,) * sequences), events)
+        self._experts.capture_ended(graph)
+        return graph
+
+    def enqueue(
+        self, ws: Workspace, args: HostArgs, events: Sequence[ExternalEvent] | None = None
+    ) -> None:
+        """One pass over all layers. ``args``: key lengths and query lengths of the B sequences, by value.
+
+        ``events``: of the attention layers, in a capture.
+        """
+        own = ws.hidden_TD.shape[0] > 0
+        self._device.compute.run(lambda: self._begin(ws), "embed")
+        for layer in range(self._model.config.num_hidden_layers):
+            if own:
+                self._attention(ws, layer, args, None if events is None else events[layer])
+            self._mlp(ws, layer, own)
+        if ws.sample_S.shape[0] > 0:
+            self._device.compute.run(lambda: self._logits(ws), "logits")
+
+    def host_args(self, args: HostArgs) -> Sequence[HostArgs]:
+        """The host arguments of a captured pass: the same lengths for every layer."""
+        return [args] * self._model.config.num_hidden_layers
+
+    def _begin(self, ws: Workspace) -> None:
+        state = self._state
+        ws.valid_G1.copy_(valid_rows(ws.counts_W, ws.plan))
+        if ws.prefix_P.shape[1] > 0:
+            state.table_RM.index_put_((ws.prefix_P[0], ws.prefix_P[1]), ws.prefix_P[2])
+        if ws.hidden_TD.shape[0] == 0:
+            return
+        state.table_RM.index_put_((ws.rows_T, ws.positions_T), ws.slots_T)
+        newest_T = state.last_token_R.index_select(0, (-ws.ids_T).clamp_min(0))
+        ids_T = torch.where(ws.ids_T >= 0, ws.ids_T, newest_T)
+        ws.hidden_TD.copy_(self._model.embed(ids_T))
+
+    def _attention(
+        self, ws: Workspace, layer: int, args: HostArgs, event: ExternalEvent | None
+    ) -> None:
+        model, kv_SC = self._model, self._state.kv[layer]
+
+        def project() -> None:
+            query_THE, latent_TC = model.project(layer, ws.hidden_TD, ws.positions_T)
+            kv_SC.index_copy_(0, ws.slots_T, latent_TC)
+            ws.query_THE.copy_(query_THE)
+
+        def attend(lengths: HostArgs) -> None:
+            kv_lens, q_lens = lengths
+            table_BM = self._state.table_RM.index_select(0, ws.rows_B)
+            ws.attended_THC.copy_(model.attend(ws.query_THE, kv_SC, table_BM, kv_lens, q_lens))
+
+        def output() -> None:
+            ws.hidden_TD.copy_(model.output(layer, ws.attended_THC, ws.hidden_TD))
+
+        self._device.compute.run(project, f"project.{layer}")
+        self._device.host_op(attend, args, event, f"attention.{layer}")
+        self._device.compute.run(output, f"output.{layer}")
+
+    def _mlp(self, ws: Workspace, layer: int, own: bool) -> None:
+        model = self._model
+        if not model.is_moe(layer):
+            if own:
+                self._device.compute.run(lambda: self._dense(ws, layer), f"mlp.{layer}")
+            return
+        self._device.compute.run(lambda: self._to_experts(ws, layer), f"experts_in.{layer}")
+        gather(self._experts, ws.plan, ws.experts_in, ws.gathered_GD)
+        self._device.compute.run(lambda: self._route(ws, layer), f"experts.{layer}")
+        scatter(self._experts, ws.plan, ws.partial_GD, ws.reduced)
+        if own:
+            self._device.compute.run(lambda: self._from_experts(ws, layer), f"experts_out.{layer}")
+
+    def _dense(self, ws: Workspace, layer: int) -> None:
+        ws.hidden_TD.add_(self._model.dense_mlp(layer, self._model.mlp_input(layer, ws.hidden_TD)))
+
+    def _to_experts(self, ws: Workspace, layer: int) -> None:
+        """Puts this rank's tokens where ``gather`` takes them from."""
+        tokens = ws.hidden_TD.shape[0]
+        if ws.plan.padding is Padding.MAX_LEN:
+            target = ws.experts_in
+            begin = 0
+        else:
+            target = ws.gathered_GD
+            begin = ws.plan.begin(self._rank)
+        if target.shape[0] > tokens:
+            target.zero_()
+        if tokens:
+            target[begin : begin + tokens].copy_(self._model.mlp_input(layer, ws.hidden_TD))
+
+    def _route(self, ws: Workspace, layer: int) -> None:
+        ids_GK, weights_GK = self._model.route(layer, ws.gathered_GD)
+        partial_GD = self._model.experts(layer, ws.gathered_GD, ids_GK, weights_GK)
+        ws.partial_GD.copy_(partial_GD * ws.valid_G1)
+
+    def _from_experts(self, ws: Workspace, layer: int) -> None:
+        tokens = ws.hidden_TD.shape[0]
+        if ws.plan.padding is Padding.MAX_LEN:
+            routed_TD = ws.reduced[:tokens]
+        else:
+            begin = ws.plan.begin(self._rank)
+            routed_TD = ws.partial_GD[begin : begin + tokens]
+        shared_TD = self._model.shared_experts(layer, self._model.mlp_input(layer, ws.hidden_TD))
+        ws.hidden_TD.add_(routed_TD).add_(shared_TD)
+
+    def _logits(self, ws: Workspace) -> None:
+        ws.logits_SV.copy_(self._model.logits(ws.hidden_TD.index_select(0, ws.sample_S)))

@@ -1,0 +1,129 @@
+"""The symmetric heap: memory that every rank of a group maps, and collectives that use nothing else.
+
+A rank writes its part into its own segment and reads its peers' parts where they lie; a board of signals says
+when. Growing the heap is a *registration*: a collective of its own, which all ranks of the group must enter,
+because each has to map the others' new segments. A rank that grows alone waits for ever (HANGS.md, F1).
+
+Here on the simulated device: POSIX shared memory, all ranks on one machine. The CUDA heap comes with its device.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from serving.board import Board
+
+_GROWTH_BYTES = 1 << 20
+
+
+class SymmetricHeap:
+    """One segment a rank, at the same size everywhere; two halves used in turn.
+
+    Two halves make one signal a collective enough: a rank may overwrite a half only after it saw every peer
+    arrive at the collective after the one that used it.
+    """
+
+    def __init__(
+        self, directory: Path, *, name: str, member: int, size: int, timeout_s: float, stop: Callable[[], bool]
+    ) -> None:
+        self._directory = directory
+        self._name = name
+        self._member = member
+        self._size = size
+        self._timeout_s = timeout_s
+        self._stop = stop
+        self._signals = Board(directory / f"{name}.signals", member=member, size=size)
+        self._registrations = Board(directory / f"{name}.registrations", member=member, size=size)
+        self._signal = 0
+        self._generation = 0
+        self._half_bytes = 0
+        self._maps: list[mmap.mmap] = []
+        self._segments: list[torch.Tensor] = []
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes of this rank's segment that its peers map."""
+        return 2 * self._half_bytes
+
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        """``out`` (size * t, ...) becomes the members' ``part`` (t, ...) in member order."""
+        half = self._write(part)
+        rows = part.shape[0]
+        for member in range(self._size):
+            out[member * rows : (member + 1) * rows].copy_(self._view(member, half, part))
+
+    def reduce_scatter(self, out: torch.Tensor, whole: torch.Tensor) -> None:
+        """``out`` (t, ...) becomes the sum over members of their rows [member * t, (member + 1) * t)."""
+        half = self._write(whole)
+        rows = out.shape[0]
+        begin = self._member * rows
+        out.copy_(self._view(0, half, whole)[begin : begin + rows])
+        for member in range(1, self._size):
+            out.add_(self._view(member, half, whole)[begin : begin + rows])
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """In place: the sum over members, added in member order, so equal to the bit on all ranks."""
+        half = self._write(tensor)
+        tensor.copy_(self._view(0, half, tensor))
+        for member in range(1, self._size):
+            tensor.add_(self._view(member, half, tensor))
+
+    def close(self) -> None:
+        """Lets the memory go and removes this rank's files; peers that still map them keep their view."""
+        self._segments.clear()
+        self._maps.clear()  # unmapped with the last tensor that views them
+        self._signals.close()
+        self._registrations.close()
+        for path in self._directory.glob(f"{self._name}.segment-{self._member}-*"):
+            path.unlink(missing_ok=True)
+
+    def _write(self, tensor: torch.Tensor) -> int:
+        """Puts ``tensor`` into this rank's segment, signals, waits for all signals; returns the half used."""
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes > self._half_bytes:
+            self._register(nbytes)
+        self._signal += 1
+        half = self._signal % 2
+        self._view(self._member, half, tensor).copy_(tensor)
+        self._signals.gather(
+            self._signal, struct.pack("<Q", nbytes), timeout_s=self._timeout_s, stop=self._stop
+        )
+        return half
+
+    def _register(self, nbytes: int) -> None:
+        """Collective: every member brings a new segment of the same size and maps all others'."""
+        self._generation += 1
+        half_bytes = -(-nbytes // _GROWTH_BYTES) * _GROWTH_BYTES
+        own = self._path(self._member)
+        handle = os.open(own, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, 2 * half_bytes)
+        finally:
+            os.close(handle)
+        self._registrations.gather(
+            self._generation, struct.pack("<Q", half_bytes), timeout_s=self._timeout_s, stop=self._stop
+        )
+        maps = []
+        for member in range(self._size):
+            handle = os.open(self._path(member), os.O_RDWR)
+            try:
+                maps.append(mmap.mmap(handle, 2 * half_bytes))
+            finally:
+                os.close(handle)
+        self._segments = [torch.frombuffer(m, dtype=torch.uint8) for m in maps]
+        self._maps.extend(maps)  # old ones stay mapped: a captured collective may still view them
+        self._half_bytes = half_bytes
+
+    def _path(self, member: int) -> Path:
+        return self._directory / f"{self._name}.segment-{member}-{self._generation}"
+
+    def _view(self, member: int, half: int, like: torch.Tensor) -> torch.Tensor:
+        begin = half * self._half_bytes
+        nbytes = like.numel() * like.element_size()
+        return self._segments[member][begin : begin + nbytes].view(like.dtype).view(like.shape)

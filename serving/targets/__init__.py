@@ -1,0 +1,1 @@
+"""Engines as targets of the harness; the only place in ``serving`` that sees ``harness.target``."""

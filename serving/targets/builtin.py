@@ -1,0 +1,78 @@
+"""The built-in engine as a target: one ``RankActor`` a rank, driven trial by trial.
+
+Not here: what a rank does (``builtin_rank.py``) and how rank processes start and end (the harness's pool).
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from harness.target import LaunchSpec, Progress, RankPool, RankProcess, TargetError, TrialSpec
+
+_RANK_CLASS = "serving.targets.builtin_rank:RankActor"
+
+
+class BuiltinTarget:
+    """See `harness.target.Target`. Ranks that share a machine also share the files under ``scratch``."""
+
+    def __init__(self) -> None:
+        self._pool: RankPool | None = None
+        self._processes: tuple[RankProcess, ...] = ()
+        self._shared: Path | None = None
+
+    def launch(self, spec: LaunchSpec, pool: RankPool) -> Sequence[RankProcess]:
+        """Starts all ranks. Raises TargetError for a device that the engine cannot use."""
+        if spec.device != "sim":
+            raise TargetError(f"the built-in engine does not run on {spec.device!r} yet; use --device sim")
+        shared = spec.scratch / f"group-{secrets.token_hex(4)}"
+        shared.mkdir(parents=True)
+        dumps = [shared / f"faulthandler-{rank}.txt" for rank in range(spec.world)]
+        started = pool.start(
+            _RANK_CLASS,
+            [
+                {
+                    "rank": rank,
+                    "world": spec.world,
+                    "device": spec.device,
+                    "model": dict(spec.model),
+                    "rendezvous": f"file://{shared / 'rendezvous'}",
+                    "shared": str(shared),
+                    "timeout_s": spec.timeout_s,
+                }
+                for rank in range(spec.world)
+            ],
+        )
+        pool.make_observable([str(path) for path in dumps], spec.tracer_pids)
+        self._pool = pool
+        self._shared = shared
+        self._processes = tuple(
+            replace(process, faulthandler_path=str(path))
+            for process, path in zip(started, dumps, strict=True)
+        )
+        return self._processes
+
+    def drive(self, trial: TrialSpec) -> None:
+        self._running_pool().call("run_trial", [[trial]] * len(self._processes))
+
+    def progress(self) -> Progress:
+        done, failed = self._running_pool().poll()
+        return Progress(done=done, failed=failed)
+
+    def processes(self) -> Sequence[RankProcess]:
+        return self._processes
+
+    def stop(self, deadline_s: float) -> None:
+        """The ranks have nothing to save: the pool ends them. Removes the files they shared."""
+        if self._shared is not None:
+            shutil.rmtree(self._shared, ignore_errors=True)
+        self._pool = self._shared = None
+        self._processes = ()
+
+    def _running_pool(self) -> RankPool:
+        if self._pool is None:
+            raise TargetError("the built-in engine is not running; call launch first")
+        return self._pool

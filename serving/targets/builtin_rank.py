@@ -1,0 +1,213 @@
+"""One rank as a worker process: what stays warm between trials, and one trial from start to clean end.
+
+Warm: the process, its groups, the model's weights. New for each trial: device, ledger, engine, shared files. A
+trial that left anything behind says so in ``RankResult.leaks``; a rank that raised is not used again.
+
+Not here: how ranks are started and ended (``harness.cluster``), the engine's work (``engine.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness import faults
+from harness.devices.base import Device
+from harness.devices.sim import SimDevice, SimOptions
+from harness.ledger import LedgerWriter
+from harness.target import RankResult, TrialSpec
+from serving.comm import Comm, CommOptions, ProcessGroups
+from serving.deepseek_v2 import DeepseekV2
+from serving.dp_attention import Padding
+from serving.engine import Engine, EngineConfig
+from serving.model_config import load_config, preset
+from serving.requests import Request
+from serving.scheduler import SchedulerConfig
+from serving.weights import expert_range, load_weights, random_weights
+from serving.workload import for_rank, generate, longest_context, workload
+
+_CLOSE_S = 10.0
+_PADDINGS = {"auto": None, "max_len": Padding.MAX_LEN, "sum_len": Padding.SUM_LEN}
+
+
+class RankActor:
+    """One rank of the built-in engine. ``rendezvous`` is a torch.distributed init method."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world: int,
+        device: str,
+        model: Mapping[str, Any],
+        rendezvous: str,
+        shared: str,
+        timeout_s: float,
+    ) -> None:
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(False)
+        self._rank = rank
+        self._world = world
+        self._device_name = device
+        self._shared = Path(shared)
+        self._trials = 0
+        self._model = load_model(model, rank, world)
+        self._groups = ProcessGroups(
+            rank=rank, world=world, init_method=rendezvous, backend="gloo", timeout_s=timeout_s
+        )
+
+    def run_trial(self, spec: TrialSpec) -> RankResult:
+        """Runs this rank's part of one trial. Raises what the engine or the device raised."""
+        self._trials += 1
+        began = time.monotonic()
+        faults.activate(*_visitors(spec, self._rank))
+        ledger = self._make_ledger(spec) if spec.ledger else None
+        device = _make_device(spec, self._device_name, self._rank, ledger)
+        comm = Comm(
+            CommOptions(
+                rank=self._rank,
+                world=self._world,
+                shared=self._shared,
+                timeout_s=spec.timeout_s,
+                symmetric=spec.toggles.get("symm_mem") == "on",
+            ),
+            device,
+            ledger,
+            self._groups,
+            token=f"{self._trials}",
+        )
+        try:
+            engine = make_engine(spec, self._model, device, comm, ledger)
+            began_steps = time.monotonic()
+            engine.run()
+            steps_s = time.monotonic() - began_steps
+            result = _result(self._rank, engine, time.monotonic() - began, steps_s)
+            del engine
+        finally:
+            comm.shut()
+            device.close(_CLOSE_S)
+            comm.close()
+            faults.activate()
+            if ledger is not None:
+                ledger.close()
+        return _with_leaks(result, _leaks(device))
+
+    def _make_ledger(self, spec: TrialSpec) -> LedgerWriter:
+        return LedgerWriter.create(
+            Path(spec.ledger_paths[self._rank]),
+            rank=self._rank,
+            world=self._world,
+            node=spec.nodes.get(self._rank, "local"),
+            device=f"{self._device_name}:{self._rank}",
+            decisions_path=Path(spec.decisions_paths[self._rank]),
+        )
+
+
+def load_model(model: Mapping[str, Any], rank: int, world: int) -> DeepseekV2:
+    """The share of a model that one rank holds: a preset with seeded weights, or a Hugging Face directory."""
+    if model.get("directory"):
+        directory = Path(model["directory"])
+        config = load_config(directory)
+        experts = expert_range(config, rank, world)
+        return DeepseekV2(config, load_weights(config, directory, experts=experts), experts)
+    config = preset(model.get("preset") or "tiny")
+    experts = expert_range(config, rank, world)
+    return DeepseekV2(config, random_weights(config, model.get("seed", 0), experts=experts), experts)
+
+
+def make_engine(
+    spec: TrialSpec, model: DeepseekV2, device: Device, comm: Comm, ledger: LedgerWriter | None
+) -> Engine:
+    """The engine of one rank with the trial's toggles, its requests waiting to arrive."""
+    engine, toggles = spec.engine, spec.toggles
+    rank, world = comm.options.rank, comm.options.world
+    everyone = generate(workload(spec.workload), seed=spec.seed, vocab_size=model.config.vocab_size)
+    arrivals = [(arrival.step, arrival.request.request()) for arrival in for_rank(everyone, rank, world)]
+    config = EngineConfig(
+        scheduler=SchedulerConfig(
+            kv_tokens=engine["kv_tokens"],
+            page_size=engine["page_size"],
+            chunk_tokens=engine["chunk_tokens"],
+            max_prefill_tokens=engine["chunk_tokens"],
+            max_running=engine["max_running"],
+            initial_token_ratio=engine["admission_ratio"],
+            retract_every=engine["retract_every"],
+            prefix_cache=toggles.get("prefix_cache", "on") == "on",
+        ),
+        max_context=longest_context(everyone) + 1,
+        graph_buckets=tuple(engine["graph_buckets"]),
+        padding=_PADDINGS[engine["padding"]],
+        overlap=toggles.get("overlap") == "on",
+        graph=toggles.get("graph") == "on",
+        pinned=toggles.get("pinned", "pageable"),  # type: ignore[arg-type]  # resolved values are checked
+        wait_s=spec.timeout_s,
+    )
+    return Engine(config, model, device, comm, ledger, arrivals)
+
+
+def _make_device(spec: TrialSpec, name: str, rank: int, ledger: LedgerWriter | None) -> SimDevice:
+    if name != "sim":
+        raise NotImplementedError(f"the built-in engine does not run on {name!r} yet; use --device sim")
+    sim = spec.sim
+    options = SimOptions(
+        memory_model=sim["memory_model"],
+        copy_latency_us=sim["copy_latency_us"],
+        copy_gbps=sim["copy_gbps"],
+        host_timeout_s=spec.timeout_s,
+        defects=frozenset(defect["name"] for defect in sim["defects"] if rank in defect["ranks"]),
+    )
+    return SimDevice(options, ledger, rank)
+
+
+def _visitors(spec: TrialSpec, rank: int) -> list[faults.Visitor]:
+    options = faults.JitterOptions(**spec.jitter)
+    return [faults.Jitter(options, spec.seed, rank)] if options.probability > 0 else []
+
+
+def _result(rank: int, engine: Engine, duration_s: float, steps_s: float) -> RankResult:
+    counters = engine.scheduler.counters
+    return RankResult(
+        rank=rank,
+        steps=engine.steps,
+        decode_steps=engine.decode_steps,
+        duration_s=duration_s,
+        tokens={str(request.id): list(request.output) for request in engine.ended},
+        finish={str(request.id): request.finish_reason or "" for request in engine.ended},
+        counters={
+            "retractions": counters.retractions,
+            "forced_retractions": counters.forced_retractions,
+            "aborted": counters.aborted,
+            "cached_tokens": counters.cached_tokens,
+            "tokens_out": engine.tokens_out,
+            "steps_ms": int(steps_s * 1e3),
+        },
+        latency_us=engine.latency_us(),
+        nbytes={path: entry.nbytes for path, entry in engine.transfers.paths.items()},
+        leaks=(),
+    )
+
+
+def _leaks(device: SimDevice) -> list[str]:
+    memory = device.memory()
+    found = []
+    if memory.host_pinned_bytes or memory.host_pageable_bytes:
+        found.append(
+            f"host blocks still handed out: {memory.host_pinned_bytes} bytes pinned, "
+            f"{memory.host_pageable_bytes} bytes pageable"
+        )
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("hangrig-")]
+    if threads:
+        found.append(f"threads still alive: {', '.join(threads)}")
+    return found
+
+
+def _with_leaks(result: RankResult, leaks: list[str]) -> RankResult:
+    return RankResult(
+        **{field: getattr(result, field) for field in RankResult.__dataclass_fields__ if field != "leaks"},
+        leaks=tuple(leaks),
+    )

@@ -1,0 +1,652 @@
+"""Each rule of the diagnosis on hand-made evidence, beside the healthy twin that resembles it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ledger_builder import SITE, Group, Rank, Stream
+
+from harness.diagnose import (
+    Diagnosis,
+    Evidence,
+    EvidenceSample,
+    Missing,
+    RankEvidence,
+    Times,
+    diagnose,
+)
+from harness.ledger_snapshot import ExternalState
+
+TIMES = Times(1.0, 2.5, 3.0, 3.4)
+
+
+def look(ranks: Iterable[Rank], at_s: float, **fields: Any) -> EvidenceSample:
+    return EvidenceSample(
+        at_s,
+        {
+            r.rank: RankEvidence(
+                r.snapshot(at_s), r.stacks(), None, "S", 1000 + r.rank, "node-a", "sim", **fields
+            )
+            for r in ranks
+        },
+    )
+
+
+def evidence(ranks: list[Rank], between: Callable[[], None] = lambda: None, **fields: Any) -> Evidence:
+    first = look(ranks, 100.0)
+    between()
+    return Evidence(len(ranks), (first, look(ranks, 101.0)), TIMES, **fields)
+
+
+def set_rank(found: Evidence, rank: int, only: tuple[int, ...] = (0, 1), **fields: Any) -> Evidence:
+    samples = tuple(
+        replace(sample, ranks={**sample.ranks, rank: replace(sample.ranks[rank], **fields)})
+        if position in only
+        else sample
+        for position, sample in enumerate(found.samples)
+    )
+    return replace(found, samples=samples)
+
+
+def blamed(diagnosis: Diagnosis) -> list[int | None]:
+    return [culprit.rank for culprit in diagnosis.culprits]
+
+
+def facts(diagnosis: Diagnosis) -> str:
+    return "\n".join(fact.fact for fact in diagnosis.proof)
+
+
+def two(world: int = 2) -> list[Rank]:
+    ranks = [Rank(number, world) for number in range(world)]
+    for rank in ranks:
+        for name in ("agree", "experts"):
+            rank.groups[name] = Group(tuple(range(world))).round(*["all_gather", "reduce_scatter"] * 3)
+        rank.groups["agree"].round(*["all_gather"] * (rank.step - 6))
+        rank.decisions = [
+            {"step": step, "mode": "decode", "modes": ["decode"] * world, "tokens": [4] * world, "bucket": 4,
+             "graph": True, "update": True, "retracted": [], "tokens_out": step}
+            for step in range(1, rank.step)
+        ]  # fmt: skip
+    return ranks
+
+
+# D1 -----------------------------------------------------------------------------------------------
+
+
+def replaying(rank: Rank, *, fenced: bool, overtaken: int = 0, pending: bool = True) -> None:
+    """Replays of steps 1 to 9, the last unfinished; the host waits for a result in step 10, a prefill."""
+    replays = [("graph.replay decode.4", step) for step in range(1, 10)]
+    rank.streams["compute"] = Stream([*replays, ("gemm", 10)], done=8 if pending else 10)
+    updates: list[tuple[str, int]] = []
+    for step in range(1, 10):
+        updates += [("event.wait", step)] * (fenced and step > 1) + [("graph.update decode.4", step)]
+    rank.streams["update"] = Stream(updates, done=len(updates))
+    rank.external = [
+        ExternalState(f"layer.{layer}", 9, 8 if pending else 9, overtaken, 6 if overtaken else 0)
+        for layer in range(2)
+    ]
+    for _ in range(9):
+        rank.groups["experts"].add("graph decode.4", (4,), "", 4)
+    rank.groups["experts"].done = rank.groups["experts"].enqueued - (4 if pending else 0)
+
+
+def d1() -> Evidence:
+    ranks = two()
+    replaying(ranks[0], fenced=True)
+    replaying(ranks[1], fenced=False, overtaken=1)
+    return evidence(ranks, device_is_simulation=True)
+
+
+def test_a_lost_record_is_blamed_on_the_rank_whose_update_overtook() -> None:
+    found = diagnose(d1())
+    assert (found.kind, found.mechanism, found.confidence) == ("hang", "stream-order", "proven")
+    assert blamed(found) == [1]
+    assert found.stream == "compute"
+    assert found.operation is not None
+    assert (found.operation.label, found.operation.sequence) == ("graph.replay decode.4", 9)
+    assert found.operation.site == SITE
+    assert found.operation.pending_s == pytest.approx(3.0)
+    said = facts(found)
+    assert "'layer.0' has 9 records and 8 waits by completed replays; record 6 was the first" in said
+    assert "rank 1: of the last 8 updates on the update stream none came after a wait" in said
+    assert "rank 0: of the last 8 updates on the update stream each came after a wait" in said
+    assert "step 10, in which the host stands" in said
+    assert "rank 0: compute has not finished graph.replay decode.4" in said
+
+
+def test_an_empty_step_starves_the_replay_too() -> None:
+    ranks = two()
+    for rank, fenced in zip(ranks, (True, False), strict=True):
+        replaying(rank, fenced=fenced, overtaken=0 if fenced else 1)
+        rank.streams["compute"].operations.pop()
+    found = diagnose(evidence(ranks))
+    assert (found.mechanism, found.confidence, blamed(found)) == ("stream-order", "proven", [1])
+    assert "waits for a result, with no update of decode.4" in facts(found)
+
+
+def test_the_decision_of_a_step_without_update_is_named() -> None:
+    ranks = two()
+    replaying(ranks[0], fenced=True)
+    replaying(ranks[1], fenced=False, overtaken=2)
+    for rank in ranks:
+        rank.decisions.append({"step": 10, "mode": "prefill", "tokens": [256, 4], "update": False})
+    found = diagnose(evidence(ranks))
+    assert (
+        "step 10, in which the host stands, is a prefill step without an update (tokens [256, 4])"
+        in facts(found)
+    )
+
+
+def test_two_lost_records_stop_the_host_in_its_own_wait() -> None:
+    ranks = two()
+    replaying(ranks[0], fenced=True)
+    replaying(ranks[1], fenced=False, overtaken=2)
+    compute = ranks[1].streams["compute"]
+    compute.operations[-1] = ("sample", 9)
+    compute.done, ranks[1].step = 7, 9
+    found = diagnose(evidence(ranks))
+    assert (found.mechanism, found.confidence, blamed(found)) == ("stream-order", "proven", [1])
+    assert "2 replays had their updates and are unfinished" in facts(found)
+
+
+def test_a_replay_that_the_last_step_left_behind() -> None:
+    ranks = two()
+    replaying(ranks[0], fenced=True)
+    replaying(ranks[1], fenced=False, overtaken=1)
+    for rank in ranks:
+        rank.streams["compute"].operations.pop()
+        rank.phase, rank.step = "drain", 9
+    found = diagnose(evidence(ranks))
+    assert (found.mechanism, found.confidence, blamed(found)) == ("stream-order", "proven", [1])
+
+
+def test_an_update_that_is_still_to_come_makes_it_supported_only() -> None:
+    ranks = two()
+    replaying(ranks[0], fenced=True)
+    replaying(ranks[1], fenced=False, overtaken=1)
+    for rank in ranks:
+        rank.phase = "launch"
+        rank.streams["compute"].operations.pop()
+    found = diagnose(evidence(ranks))
+    assert (found.mechanism, found.confidence) == ("stream-order", "supported")
+
+
+def test_both_ranks_unfenced_are_both_culprits() -> None:
+    ranks = two()
+    for rank in ranks:
+        replaying(rank, fenced=False, overtaken=3)
+    assert blamed(diagnose(evidence(ranks))) == [0, 1]
+
+
+def test_fenced_replays_that_stand_are_not_stream_order() -> None:
+    ranks = two()
+    for rank in ranks:
+        replaying(rank, fenced=True)
+    found = diagnose(evidence(ranks))
+    assert (found.kind, found.mechanism, blamed(found)) == ("hang", "unknown", [])
+
+
+def test_fenced_replays_that_go_on_are_healthy() -> None:
+    ranks = two()
+    for rank in ranks:
+        replaying(rank, fenced=True)
+
+    def complete() -> None:
+        for rank in ranks:
+            rank.streams["compute"].done += 1
+
+    found = diagnose(evidence(ranks, complete))
+    assert (found.kind, found.mechanism, blamed(found)) == ("none", "unknown", [])
+
+
+def test_a_replay_that_waits_for_an_absent_rank_is_not_stream_order() -> None:
+    ranks = two()
+    replaying(ranks[0], fenced=False, overtaken=1)
+    replaying(ranks[1], fenced=False, pending=False)
+    ranks[1].groups["experts"].records.pop()
+    ranks[1].groups["experts"].done -= 4
+    found = set_rank(evidence(ranks), 1, task_done=True)
+    diagnosis = diagnose(found)
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-skipped", [1])
+
+
+def test_stacks_of_stream_threads_add_facts_and_decide_nothing() -> None:
+    for with_them in (d1(), mismatched(), skipped()):
+        without = with_them
+        for rank in range(with_them.world):
+            stacks = with_them.samples[0].ranks[rank].stacks
+            assert stacks is not None
+            only_host = replace(stacks, threads=tuple(t for t in stacks.threads if t.role == "host"))
+            without = set_rank(without, rank, stacks=only_host)
+        one, other = diagnose(with_them), diagnose(without)
+        extra = {fact for fact in one.proof if "thread of" in fact.fact}
+        assert extra
+        assert replace(one, proof=tuple(f for f in one.proof if f not in extra)) == other
+
+
+# Processes and exceptions -------------------------------------------------------------------------
+
+
+def skipped(exception: str | None = "ValueError: no rows") -> Evidence:
+    """Rank 0 waits in the experts' all_gather 7; rank 1 never came."""
+    ranks = two()
+    ranks[0].groups["experts"].enter("all_gather")
+    ranks[1].phase = "launch"
+    return set_rank(evidence(ranks), 1, exception=exception, task_done=True)
+
+
+def test_a_dead_rank() -> None:
+    found = set_rank(skipped(None), 1, (1,), state="dead", exit="signal 9", task_done=False)
+    diagnosis = diagnose(set_rank(found, 1, (0,), task_done=False))
+    assert (diagnosis.kind, diagnosis.mechanism, blamed(diagnosis)) == ("dead", "rank-dead", [1])
+    assert "signal 9" in facts(diagnosis)
+    assert diagnosis.collective is not None
+    assert (diagnosis.collective.waiting, diagnosis.collective.missing) == ((0,), (1,))
+
+
+def test_of_several_dead_ranks_the_first_is_blamed() -> None:
+    found = evidence(two(3))
+    found = set_rank(found, 2, (1,), state="dead", exit="signal 9")
+    found = set_rank(
+        found, 0, (1,), state="dead", exit="exit 1", exception="RuntimeError: Connection reset by peer"
+    )
+    diagnosis = diagnose(found)
+    assert blamed(diagnosis) == [2]
+    assert "rank 0: its process (pid 1000) is gone" in facts(diagnosis)
+
+
+def killed_by_gloo() -> Evidence:
+    """gloo ends the ranks that got what rank 2 should not have sent."""
+    found = mismatched()
+    for rank in (0, 1):
+        exit_words = "gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 960 vs 576"
+        found = set_rank(found, rank, (1,), state="dead", exit=exit_words)
+    return found
+
+
+def test_a_process_that_gloo_killed_is_not_the_cause() -> None:
+    diagnosis = diagnose(killed_by_gloo())
+    assert (diagnosis.kind, diagnosis.mechanism, blamed(diagnosis)) == ("dead", "collective-mismatch", [2])
+    assert "rank 0: its process (pid 1000) is gone: gloo::EnforceNotMet" in facts(diagnosis)
+
+
+def test_a_stopped_rank() -> None:
+    ranks = two()
+    ranks[0].groups["experts"].enter("all_gather")
+    diagnosis = diagnose(set_rank(evidence(ranks), 1, state="T"))
+    assert (diagnosis.kind, diagnosis.mechanism, blamed(diagnosis)) == ("stopped", "rank-stopped", [1])
+    assert diagnosis.confidence == "proven"
+
+
+def test_a_rank_that_raised_before_a_collective() -> None:
+    diagnosis = diagnose(skipped())
+    assert (diagnosis.kind, diagnosis.mechanism, blamed(diagnosis)) == ("hang", "collective-skipped", [1])
+    assert diagnosis.confidence == "proven"
+    assert diagnosis.proof[0].fact == "rank 1 raised ValueError: no rows"
+    assert diagnosis.collective is not None
+    assert (diagnosis.collective.group, diagnosis.collective.sequence) == ("experts", 7)
+
+
+def test_the_rank_that_logged_the_timeout_does_not_get_the_blame() -> None:
+    ranks = two()
+    ranks[0].groups["experts"].enter("all_gather")
+    ranks[1].phase = "process"
+    found = set_rank(evidence(ranks), 0, exception="CommError: timed out")
+    diagnosis = diagnose(found)
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("host-blocked", [1])
+
+
+# Collectives and decisions ------------------------------------------------------------------------
+
+
+def mismatched() -> Evidence:
+    """Three ranks in one collective; rank 2 brought another size."""
+    ranks = two(3)
+    for rank in ranks:
+        rank.groups["experts"].enter("all_gather", (6, 4) if rank.rank == 2 else (8, 4))
+    return evidence(ranks)
+
+
+def test_a_mismatch_shows_both_sides_and_blames_the_odd_one() -> None:
+    diagnosis = diagnose(mismatched())
+    assert (diagnosis.kind, diagnosis.mechanism, blamed(diagnosis)) == ("hang", "collective-mismatch", [2])
+    mismatch = diagnosis.to_json()["collective"]["mismatch"]
+    assert mismatch["what"] == "size"
+    assert [side["ranks"] for side in mismatch["sides"]] == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("operation", "dtype", "what"),
+    [("all_reduce", "float32", "operation"), ("all_gather", "bfloat16", "dtype")],
+)
+def test_what_differs_is_named(operation: str, dtype: str, what: str) -> None:
+    ranks = two()
+    ranks[0].groups["experts"].enter("all_gather")
+    ranks[1].groups["experts"].enter(operation, (4,), dtype)
+    diagnosis = diagnose(evidence(ranks))
+    assert diagnosis.collective is not None and diagnosis.collective.mismatch is not None
+    assert diagnosis.collective.mismatch.what == what
+    assert blamed(diagnosis) == [1], "its own earlier rounds announce all_gather float32"
+
+
+def test_sizes_that_differed_before_may_differ() -> None:
+    ranks = two()
+    for rank in ranks:
+        group = rank.groups["experts"]
+        group.add("all_to_all", (rank.rank + 1, 4))
+        group.round()
+        group.enter("all_to_all", (rank.rank + 3, 4))
+    assert diagnose(evidence(ranks)).mechanism == "unknown"
+
+
+def test_a_rank_that_left_one_out_seems_to_bring_another() -> None:
+    ranks = two()
+    ranks[0].groups["experts"].enter("all_gather")
+    ranks[1].groups["experts"].enter("reduce_scatter")
+    diagnosis = diagnose(evidence(ranks))
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-skipped", [1])
+
+
+def test_equal_collectives_that_move_are_healthy() -> None:
+    ranks = two()
+    for rank in ranks:
+        rank.groups["experts"].enter("all_gather")
+
+    def go_on() -> None:
+        for rank in ranks:
+            rank.groups["experts"].round().enter("reduce_scatter")
+
+    assert diagnose(evidence(ranks, go_on)).kind == "none"
+
+
+def test_a_rank_steps_ahead_left_the_collective_out() -> None:
+    ranks = two()
+    ranks[0].groups["experts"].enter("all_gather")
+    ranks[1].step = 11
+    ranks[1].groups["agree"].enter("all_gather")
+    ranks[0].decisions.append({"step": 10, "tokens": [4, 0]})
+    ranks[1].decisions.append({"step": 11, "tokens": [4, 0]})
+    diagnosis = diagnose(evidence(ranks))
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-skipped", [1])
+
+
+def crossed(*, queued: bool) -> list[Rank]:
+    ranks = two()
+    for rank in ranks:
+        rank.groups["cache"] = Group((0, 1)).round("all_reduce")
+    ranks[0].groups["experts"].enter("all_gather")
+    ranks[1].groups["cache"].enter("all_reduce")
+    if queued:
+        ranks[0].groups["cache"].add("all_reduce")
+        ranks[1].groups["experts"].add("all_gather")
+    return ranks
+
+
+@pytest.mark.parametrize(("queued", "confidence"), [(True, "proven"), (False, "supported")])
+def test_two_groups_in_two_orders(queued: bool, confidence: str) -> None:
+    diagnosis = diagnose(evidence(crossed(queued=queued)))
+    assert (diagnosis.kind, diagnosis.mechanism) == ("hang", "collective-order")
+    assert (blamed(diagnosis), diagnosis.confidence) == ([0, 1], confidence)
+    assert diagnosis.collective is not None and diagnosis.collective.mismatch is not None
+    assert diagnosis.collective.mismatch.what == "order"
+
+
+def test_a_group_that_a_rank_never_used_was_skipped_not_reordered() -> None:
+    ranks = crossed(queued=False)
+    ranks[1].groups["experts"] = Group((0, 1))
+    diagnosis = diagnose(evidence(ranks))
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-skipped", [1])
+
+
+def test_ranks_that_saw_different_tokens_decided_differently() -> None:
+    ranks = two(3)
+    ranks[0].groups["experts"].enter("all_gather")
+    ranks[1].decisions[4]["tokens"] = [4, 0, 4]
+    diagnosis = diagnose(evidence(ranks))
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("decision-divergence", [1])
+    assert "rank 1: at step 5, the first on which the ranks differ, tokens is [4, 0, 4]" in facts(diagnosis)
+
+
+def test_a_first_divergence_an_hour_back_is_found_in_the_decision_files() -> None:
+    ranks = two()
+    ranks[0].groups["agree"].enter("all_gather")
+    ranks[1].step = 11
+    files = {
+        rank: tuple({"step": step, "tokens": [4, 0 if (rank, step) == (1, 3) else 4]} for step in range(1, 4))
+        for rank in (0, 1)
+    }
+    for rank in ranks:
+        rank.decisions = rank.decisions[-2:]
+    diagnosis = diagnose(evidence(ranks, decisions=files))
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-skipped", [1])
+    assert diagnosis.proof[0].evidence == "decisions/rank0.jsonl"
+    assert "step 3, the first" in facts(diagnosis)
+
+
+# One rank's own doing -----------------------------------------------------------------------------
+
+
+def blocked() -> list[Rank]:
+    ranks = two()
+    ranks[0].phase = "agree"
+    ranks[0].groups["agree"].enter("all_gather")
+    ranks[1].phase = "process"
+    ranks[1].frames = ("acquire", "_log", "step")
+    return ranks
+
+
+def test_a_host_that_stands_while_all_wait_for_it() -> None:
+    diagnosis = diagnose(evidence(blocked()))
+    assert (diagnosis.kind, diagnosis.mechanism, blamed(diagnosis)) == ("hang", "host-blocked", [1])
+    assert diagnosis.stream == "host"
+    assert "waits for a lock (acquire)" in facts(diagnosis)
+    assert diagnosis.signature == "hang/host-blocked/host/-/agree/process"
+
+
+def test_streams_that_nobody_looked_at_make_the_host_the_suspect() -> None:
+    ranks = blocked()
+    ranks[1].streams["compute"] = Stream([("gemm", 9)])
+    stuck = diagnose(evidence(ranks))
+    assert (stuck.mechanism, stuck.stream, blamed(stuck)) == ("unknown", "compute", [1])
+    ranks[1].stamp_age_s = 30.0
+    held = diagnose(evidence(ranks))
+    assert (held.mechanism, held.stream, blamed(held)) == ("host-blocked", "host", [1])
+
+
+def test_a_rank_that_goes_on_while_the_others_wait_is_slow() -> None:
+    ranks = blocked()
+
+    def prefill() -> None:
+        ranks[1].streams["compute"].operations.append(("gemm", 10))
+
+    diagnosis = diagnose(evidence(ranks, prefill))
+    assert (diagnosis.kind, diagnosis.mechanism, blamed(diagnosis)) == ("slow", "rank-slow", [1])
+
+
+def test_a_host_whose_stack_moves_is_slow() -> None:
+    ranks = blocked()
+
+    def compile_on() -> None:
+        ranks[1].frames = ("lower", "compile", "warmup")
+
+    diagnosis = diagnose(evidence(ranks, compile_on))
+    assert (diagnosis.kind, blamed(diagnosis)) == ("slow", [1])
+
+
+def test_a_heap_that_grows_on_one_rank_only() -> None:
+    ranks = two()
+    for rank in ranks:
+        rank.groups["symmetric"] = Group((0, 1)).round("register")
+    ranks[0].groups["symmetric"].enter("register")
+    ranks[1].step = 12
+    ranks[1].phase = "parked"
+    diagnosis = diagnose(evidence(ranks))
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("registration-stall", [0])
+
+
+def test_steps_that_move_for_nothing() -> None:
+    ranks = two()
+
+    def go_on() -> None:
+        for rank in ranks:
+            for step in range(10, 60):
+                rank.decisions.append({"step": step, "tokens": [4, 4], "retracted": [7], "tokens_out": 9})
+            rank.step = 60
+
+    diagnosis = diagnose(evidence(ranks, go_on, reason="livelock"))
+    assert (diagnosis.kind, diagnosis.mechanism, blamed(diagnosis)) == ("livelock", "livelock", [0, 1])
+    assert "retracted again and again: 7" in facts(diagnosis)
+
+
+def test_a_storm_of_retractions_that_finishes_tokens_is_healthy() -> None:
+    ranks = two()
+
+    def go_on() -> None:
+        for rank in ranks:
+            for step in range(10, 60):
+                rank.decisions.append({"step": step, "tokens": [4, 4], "retracted": [7], "tokens_out": step})
+            rank.step = 60
+
+    assert diagnose(evidence(ranks, go_on)).kind == "none"
+
+
+# Form ---------------------------------------------------------------------------------------------
+
+
+def test_the_document_has_every_field_of_the_contract() -> None:
+    document = diagnose(replace(d1(), missing=(Missing("npu-smi", "no such tool"),))).to_json()
+    assert json.loads(json.dumps(document)) == document
+    assert set(document) >= {
+        "schema", "kind", "mechanism", "culprits", "stream", "operation", "collective", "proof", "confidence",
+        "signature", "last_progress_s", "suspected_s", "confirmed_s", "captured_s", "missing_evidence",
+    }  # fmt: skip
+    assert document["culprits"] == [
+        {"rank": 1, "role": "rank", "node": "node-a", "pid": 1001, "device": "sim"}
+    ]
+    assert document["missing_evidence"] == [{"what": "npu-smi", "why": "no such tool"}]
+    assert (document["last_progress_s"], document["captured_s"]) == (1.0, 3.4)
+    paths = {fact["evidence"] for fact in document["proof"]}
+    assert "evidence/sample-1/ledger/rank1.json" in paths
+    assert "evidence/sample-1/stacks/rank1.json" in paths
+
+
+def test_the_signature_is_the_same_for_other_ranks_steps_and_buckets() -> None:
+    ranks = two()
+    replaying(ranks[0], fenced=False, overtaken=4)
+    replaying(ranks[1], fenced=True)
+    for rank in ranks:
+        rank.pid = 5000 + rank.rank
+        compute = rank.streams["compute"]
+        compute.operations = [(label.replace(".4", ".16"), step) for label, step in compute.operations]
+    other = diagnose(evidence(ranks))
+    assert blamed(other) == [0]
+    assert other.signature == diagnose(d1()).signature == "hang/stream-order/compute/graph.replay/-/-"
+
+
+def test_nothing_at_all_is_unknown() -> None:
+    diagnosis = diagnose(Evidence(2, ()))
+    assert (diagnosis.kind, diagnosis.mechanism, diagnosis.confidence) == ("hang", "unknown", "suspected")
+    assert blamed(diagnosis) == []
+
+
+CASES: dict[str, Callable[[], Evidence]] = {
+    "d1": d1,
+    "d1-both": lambda: evidence([*_both_unfenced()]),
+    "skipped": skipped,
+    "ended": lambda: skipped(None),
+    "mismatch": mismatched,
+    "order": lambda: evidence(crossed(queued=True)),
+    "blocked": lambda: evidence(blocked()),
+    "stopped": lambda: set_rank(d1(), 0, state="T"),
+    "dead": lambda: set_rank(d1(), 0, state="dead", snapshot=None),
+    "gloo": killed_by_gloo,
+    "moving": lambda: evidence(_moving(), between=_MOVE),
+    "diverged": lambda: evidence(_diverged()),
+    "timeout logged": lambda: set_rank(evidence(blocked()), 0, exception="TimeoutError"),
+}
+
+
+def _both_unfenced() -> list[Rank]:
+    ranks = two()
+    for rank in ranks:
+        replaying(rank, fenced=False, overtaken=2)
+    return ranks
+
+
+_MOVING: list[Rank] = []
+
+
+def _moving() -> list[Rank]:
+    """Rank 0 waits in the agreement, streams go on everywhere: healthy, overtaken records and all."""
+    _MOVING[:] = _both_unfenced()
+    _MOVING[0].groups["agree"].enter("all_gather")
+    return _MOVING
+
+
+def _MOVE() -> None:
+    for rank in _MOVING:
+        rank.streams["compute"].done += 1
+
+
+def _diverged() -> list[Rank]:
+    ranks = two(3)
+    ranks[0].groups["experts"].enter("all_gather")
+    ranks[1].decisions[4]["tokens"] = [4, 0, 4]
+    return ranks
+
+
+PIECES = ("snapshot", "stacks", "state", "exception", "all", "decisions")
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_missing_evidence_never_raises_and_never_blames_the_innocent(name: str, data: st.DataObject) -> None:
+    full = CASES[name]()
+    guilty = set(blamed(diagnose(full)))
+    removals = st.tuples(st.integers(0, 1), st.integers(0, full.world - 1), st.sampled_from(PIECES))
+    reduced = full
+    for position, rank, piece in data.draw(st.sets(removals, max_size=10)):
+        reduced = without(reduced, position, rank, piece)
+    if data.draw(st.booleans()):
+        reduced = replace(reduced, samples=reduced.samples[: data.draw(st.integers(0, 1))])
+    diagnosis = diagnose(reduced)
+    json.dumps(diagnosis.to_json())
+    assert set(blamed(diagnosis)) <= guilty
+    if reduced != full:
+        assert diagnosis.missing_evidence or _only_optional_gone(full, reduced)
+
+
+def without(found: Evidence, position: int, rank: int, piece: str) -> Evidence:
+    if position >= len(found.samples) or rank not in found.samples[position].ranks:
+        return found
+    if piece == "all":
+        sample = found.samples[position]
+        kept = {number: one for number, one in sample.ranks.items() if number != rank}
+        samples = (*found.samples[:position], replace(sample, ranks=kept), *found.samples[position + 1 :])
+        return replace(found, samples=samples)
+    if piece == "decisions":
+        snapshot = found.samples[position].ranks[rank].snapshot
+        gone = None if snapshot is None else replace(snapshot, decisions=())
+        return set_rank(found, rank, (position,), snapshot=gone)
+    return set_rank(found, rank, (position,), **{piece: None})
+
+
+def _only_optional_gone(full: Evidence, reduced: Evidence) -> bool:
+    """Decisions and exceptions are no files of a sample: whether there were any cannot be told."""
+    return len(full.samples) == len(reduced.samples) and all(
+        one.ranks.keys() == other.ranks.keys()
+        and all(
+            (one.ranks[rank].snapshot is None) == (other.ranks[rank].snapshot is None)
+            and one.ranks[rank].stacks == other.ranks[rank].stacks
+            and one.ranks[rank].state == other.ranks[rank].state
+            for rank in one.ranks
+        )
+        for one, other in zip(full.samples, reduced.samples, strict=True)
+    )

@@ -1,0 +1,358 @@
+"""Suspicion and confirmation over hand-made samples: each hang beside the healthy twin that resembles it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from ledger_builder import Group, Rank
+
+from harness.watchdog import (
+    Confirmed,
+    Healthy,
+    RankView,
+    Sample,
+    Standing,
+    Suspect,
+    Watchdog,
+    WatchdogSettings,
+)
+
+SETTINGS = WatchdogSettings()
+PERIOD_S = SETTINGS.sample_period_s
+
+
+class Bench:
+    """Two ranks (or more) and a watchdog; time passes only in ``run``."""
+
+    def __init__(
+        self, world: int = 2, settings: WatchdogSettings = SETTINGS, seen: int | None = None
+    ) -> None:
+        self.ranks = [Rank(number, world, phase="launch", step=0) for number in range(world)]
+        self.state = dict.fromkeys(range(world), "sleeping")
+        self.done = dict.fromkeys(range(world), False)
+        self.watchdog = Watchdog(settings, world)
+        self.now_s = 0.0
+        self.seen = world if seen is None else seen
+
+    def sample(self) -> Standing:
+        views = tuple(
+            RankView(r.rank, r.snapshot(self.now_s), self.state[r.rank], self.done[r.rank])  # type: ignore[arg-type]
+            for r in self.ranks[: self.seen]
+        )
+        return self.watchdog.observe(Sample(int(self.now_s * 1e9), views))
+
+    def run(
+        self, seconds: float, each: Callable[[], None] = lambda: None, *, period_s: float = PERIOD_S
+    ) -> list[Standing]:
+        standings = []
+        for _ in range(round(seconds / period_s)):
+            self.now_s += period_s
+            each()
+            standings.append(self.sample())
+        return standings
+
+    def step(self, *only: int) -> None:
+        for rank in self.ranks:
+            if not only or rank.rank in only:
+                rank.step += 1
+                rank.changes += 2
+                rank.phase = ("launch", "agree", "wait-result")[rank.step % 3]
+
+    def warm(self, seconds: float = 4.0) -> None:
+        standings = self.run(seconds, self.step)
+        assert all(isinstance(standing, Healthy) for standing in standings)
+
+
+def alarms(standings: list[Standing]) -> list[Standing]:
+    return [standing for standing in standings if not isinstance(standing, Healthy)]
+
+
+def test_a_stall_is_suspected_after_the_floor_and_confirmed_a_little_later() -> None:
+    bench = Bench()
+    bench.warm()
+    stalled_s = bench.now_s
+    standings = bench.run(4)
+    first = alarms(standings)[0]
+    assert isinstance(first, Suspect)
+    assert (first.road, first.reason, first.ranks) == ("budget", "stalled", (0, 1))
+    assert first.last_progress_ns == int(stalled_s * 1e9)
+    confirmed = standings[-1]
+    assert isinstance(confirmed, Confirmed)
+    assert confirmed.confirmed_ns - confirmed.since_ns >= SETTINGS.confirm_after_s * 1e9
+    assert first.since_ns / 1e9 - stalled_s == pytest.approx(SETTINGS.floor_s, abs=2 * PERIOD_S)
+
+
+def test_a_suspect_that_goes_on_is_slow() -> None:
+    bench = Bench()
+    bench.warm()
+    standings = bench.run(1.8)
+    assert isinstance(standings[-1], Suspect)
+    bench.step()
+    bench.now_s += PERIOD_S
+    healthy = bench.sample()
+    assert isinstance(healthy, Healthy)
+    assert healthy.slow == (0, 1) and "stalled" in healthy.note
+
+
+def test_the_first_occurrence_of_a_phase_has_the_startup_budget() -> None:
+    bench = Bench()
+    for rank in bench.ranks:
+        rank.phase = "prefill"
+    assert not alarms(bench.run(SETTINGS.startup_s - 1))
+    assert alarms(bench.run(3))
+
+
+def test_a_rank_that_waits_is_as_patient_as_the_rank_it_waits_for() -> None:
+    bench = Bench()
+    bench.warm()
+    bench.ranks[1].phase = "compile"
+    assert not alarms(bench.run(SETTINGS.ceiling_s + 5))
+    assert not alarms(bench.run(1, bench.step))
+
+
+def test_a_rank_always_ten_times_slower_gets_a_budget_of_its_own() -> None:
+    bench = Bench()
+    bench.warm(3)
+
+    def slow_turns() -> None:
+        if round(bench.now_s / PERIOD_S) % 10 == 0:
+            bench.step()
+
+    assert not alarms(bench.run(20, slow_turns))
+    assert bench.watchdog.budget_s(0) > 4 * SETTINGS.floor_s
+    assert not alarms(bench.run(4))
+    assert alarms(bench.run(8))
+
+
+def test_parked_and_finished_ranks_owe_nothing() -> None:
+    bench = Bench()
+    bench.warm()
+    for rank in bench.ranks:
+        rank.phase = "parked"
+        rank.changes += 1
+    assert not alarms(bench.run(2 * SETTINGS.startup_s, period_s=0.4))
+    bench.ranks[0].phase = "launch"
+    bench.done[0] = True
+    assert not alarms(bench.run(2 * SETTINGS.startup_s, period_s=0.4))
+
+
+def test_a_dead_process_is_suspected_at_once_and_confirmed() -> None:
+    bench = Bench()
+    bench.warm()
+    bench.state[1] = "dead"
+    (suspect,) = bench.run(PERIOD_S)
+    assert isinstance(suspect, Suspect)
+    assert (suspect.reason, suspect.road, suspect.ranks) == ("dead", "proof", (1,))
+    assert isinstance(bench.run(1)[-1], Confirmed)
+
+
+@pytest.mark.parametrize("state", ["dead", "missing"])
+def test_a_process_that_ends_after_its_task_is_nothing(state: str) -> None:
+    bench = Bench()
+    bench.warm()
+    bench.state[1], bench.done[1] = state, True
+    bench.ranks[0].phase = "parked"
+    assert not alarms(bench.run(5))
+
+
+def test_missing_before_it_was_ever_seen_is_nothing() -> None:
+    bench = Bench()
+    bench.state[1] = "missing"
+    assert not alarms(bench.run(5, lambda: bench.step(0)))
+
+
+def test_a_stop_longer_than_the_budget_is_stopped_and_a_shorter_one_nothing() -> None:
+    bench = Bench()
+    bench.warm()
+    bench.state[1] = "stopped"
+    assert not alarms(bench.run(SETTINGS.floor_s - 2 * PERIOD_S))
+    bench.state[1] = "sleeping"
+    assert not alarms(bench.run(1, bench.step))
+    bench.state[1] = "stopped"
+    found = alarms(bench.run(4))
+    assert isinstance(found[-1], Confirmed)
+    assert (found[-1].reason, found[-1].ranks) == ("stopped", (1,))
+
+
+def in_groups(bench: Bench, *names: str) -> None:
+    for rank in bench.ranks:
+        for name in names:
+            rank.groups[name] = Group(tuple(range(len(bench.ranks)))).round("all_reduce")
+
+
+def test_a_member_whose_task_is_over_never_comes() -> None:
+    bench = Bench()
+    bench.warm()
+    in_groups(bench, "experts")
+    bench.run(0.2)
+    bench.ranks[0].groups["experts"].enter("all_reduce")
+    bench.done[1] = True
+    found = alarms(bench.run(SETTINGS.proof_still_s + SETTINGS.confirm_after_s + 0.3))
+    assert isinstance(found[-1], Confirmed)
+    assert (found[-1].road, found[-1].reason, found[-1].ranks) == ("proof", "collective", (0,))
+    assert any("rank 1 never entered" in fact for fact in found[-1].proof)
+
+
+def test_what_finished_ranks_left_in_a_stream_alarms_nobody() -> None:
+    bench = Bench()
+    in_groups(bench, "experts")
+    bench.warm()
+    bench.ranks[0].groups["experts"].enter("all_reduce")
+    bench.done = {0: True, 1: True}
+    assert not alarms(bench.run(5))
+
+
+def test_being_in_a_collective_is_no_hang() -> None:
+    bench = Bench()
+    bench.warm()
+    in_groups(bench, "experts")
+
+    def peer_computes() -> None:
+        bench.ranks[1].streams["compute"].operations.append(("gemm", 1))
+        bench.ranks[1].streams["compute"].done += 1
+
+    bench.ranks[0].groups["experts"].enter("all_reduce")
+    assert not alarms(bench.run(SETTINGS.ceiling_s - 1, peer_computes))
+
+
+def test_a_parked_peer_is_given_the_time_to_be_started() -> None:
+    bench = Bench()
+    in_groups(bench, "agree")
+    bench.warm()
+    bench.ranks[1].phase = "parked"
+    bench.ranks[0].groups["agree"].enter("all_gather")
+    assert not alarms(bench.run(SETTINGS.floor_s - 3 * PERIOD_S))
+    assert alarms(bench.run(1))[0].reason == "collective"  # type: ignore[union-attr]
+
+
+def test_a_mismatch_is_proof() -> None:
+    bench = Bench()
+    in_groups(bench, "experts")
+    bench.warm()
+    bench.ranks[0].groups["experts"].enter("all_reduce", (8, 4))
+    bench.ranks[1].groups["experts"].enter("all_reduce", (6, 4))
+    found = alarms(bench.run(1.2))
+    assert isinstance(found[0], Suspect) and isinstance(found[-1], Confirmed)
+    assert found[0].reason == "mismatch"
+    assert any("different size" in fact for fact in found[0].proof)
+
+
+def test_equal_collectives_on_all_ranks_are_left_to_the_budget() -> None:
+    bench = Bench()
+    in_groups(bench, "experts")
+    bench.warm()
+    for rank in bench.ranks:
+        rank.groups["experts"].enter("all_reduce")
+    assert not alarms(bench.run(SETTINGS.floor_s - 2 * PERIOD_S))
+
+
+def test_a_cycle_of_queued_collectives_is_proof() -> None:
+    bench = Bench()
+    in_groups(bench, "left", "right")
+    bench.warm()
+    for rank, (first, second) in zip(bench.ranks, (("left", "right"), ("right", "left")), strict=True):
+        rank.groups[first].enter("all_reduce")
+        rank.groups[second].add("all_reduce")
+    found = alarms(bench.run(1.2))
+    assert isinstance(found[0], Suspect)
+    assert (found[0].reason, found[0].road, found[0].ranks) == ("cycle", "proof", (0, 1))
+    assert found[0].since_ns / 1e9 <= bench.now_s - SETTINGS.proof_still_s
+
+
+def test_a_circle_whose_member_may_still_come_waits_for_its_budget() -> None:
+    bench = Bench()
+    in_groups(bench, "left", "right")
+    bench.warm()
+    bench.ranks[0].groups["left"].enter("all_reduce")
+    bench.ranks[1].groups["right"].enter("all_reduce")
+    bench.ranks[1].phase = "compile"
+    assert not alarms(bench.run(SETTINGS.ceiling_s))
+
+
+def test_a_starved_observer_widens_the_budget() -> None:
+    bench = Bench()
+    bench.warm()
+    bench.now_s += 60.0
+    assert isinstance(bench.sample(), Healthy)
+    assert not alarms(bench.run(0.5))
+
+
+def test_a_partial_view_waits_for_the_ceiling() -> None:
+    bench = Bench(seen=1)
+    bench.warm()
+    assert not alarms(bench.run(SETTINGS.ceiling_s - 1))
+    assert alarms(bench.run(3))
+
+
+def test_an_unreadable_ledger_is_unknown_not_guilty() -> None:
+    watchdog = Watchdog(SETTINGS, 1)
+    standing: Standing = Healthy(0)
+    for turn in range(200):
+        standing = watchdog.observe(Sample(turn * 10**9, (RankView(0, None, "sleeping", False),)))
+    assert isinstance(standing, Healthy)
+    assert standing.unknown == (0,)
+
+
+def decide(bench: Bench, **fields: object) -> None:
+    bench.step()
+    for rank in bench.ranks:
+        rank.decisions.append(
+            {"step": rank.step, "tokens": [4, 4], "retracted": [], "tokens_out": 5} | fields
+        )
+
+
+def test_steps_that_retract_for_ever_are_a_livelock() -> None:
+    bench = Bench()
+    bench.warm(2)
+    found = alarms(bench.run(SETTINGS.livelock_s + 2, lambda: decide(bench, retracted=[3])))
+    assert isinstance(found[0], Suspect) and isinstance(found[-1], Confirmed)
+    assert found[0].reason == "livelock"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tokens": [0, 0], "mode": "idle"},
+        {"tokens": [256, 0], "mode": "prefill"},
+    ],
+    ids=["idle for the whole run", "a very long prefill"],
+)
+def test_steps_without_tokens_are_no_livelock_by_themselves(fields: dict[str, object]) -> None:
+    bench = Bench()
+    bench.warm(2)
+    assert not alarms(bench.run(3 * SETTINGS.livelock_s, lambda: decide(bench, **fields)))
+
+
+def test_retractions_with_finished_tokens_are_no_livelock() -> None:
+    bench = Bench()
+    bench.warm(2)
+    assert not alarms(
+        bench.run(
+            3 * SETTINGS.livelock_s,
+            lambda: decide(bench, retracted=[3], tokens_out=round(bench.now_s)),
+        )
+    )
+
+
+def test_a_host_stack_that_moves_takes_the_confirmation_back() -> None:
+    bench = Bench()
+    bench.warm()
+    assert isinstance(bench.run(3)[-1], Confirmed)
+    before = {rank.rank: rank.stacks() for rank in bench.ranks}
+    assert isinstance(bench.watchdog.confirm(before, before), Confirmed)
+    bench.ranks[1].frames = ("build", "compile_kernel", "step")
+    after = {rank.rank: rank.stacks() for rank in bench.ranks}
+    taken_back = bench.watchdog.confirm(before, after)
+    assert isinstance(taken_back, Suspect)
+    assert any("rank 1" in fact for fact in taken_back.proof)
+    assert isinstance(bench.run(1)[-1], Confirmed)
+    bench.run(SETTINGS.startup_s)
+    assert isinstance(bench.watchdog.confirm(before, after), Confirmed)
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="floor_s"):
+        WatchdogSettings(floor_s=40.0)
+    with pytest.raises(ValueError, match="confirm_after_s"):
+        WatchdogSettings(confirm_after_s=0.0)
