@@ -132,7 +132,7 @@ class Status(_Document):
     samples: int = 0
     """Samples whose evidence is on disk."""
     evidence: Path | None = None
-    """Set once a capture is complete and synced."""
+    """Set once a capture is complete and synced; None when captured and the disk refused (see ``error``)."""
     slow: tuple[int, ...] = ()
     """Ranks that were suspected in this trial and went on."""
     notes: tuple[str, ...] = ()

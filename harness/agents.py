@@ -43,7 +43,6 @@ class _Station:
     link: Link
     command: Command = field(default_factory=lambda: Command(counter=0))
     fetched: bool = False
-    problem: str | None = None
 
     def tell(self, **changes: Any) -> None:
         self.command = self.command.model_copy(update={**changes, "counter": self.command.counter + 1})
@@ -197,7 +196,8 @@ class Agents:
         trial = station.command.trial
         if status is not None and trial is not None and status.attempt != trial.attempt:
             status = status.model_copy(update={"evidence": None, "state": "idle", "reason": None})
-        station.problem = problem
+        if problem is None and status is not None and status.state == "captured" and status.evidence is None:
+            problem = f"its evidence is not on disk: {status.error}"
         complete = station.node == self._local and status is not None and status.evidence is not None
         return AgentStatus(station.node, status, problem, complete or station.fetched)
 

@@ -213,7 +213,7 @@ def print_plan(request: RunRequest) -> None:
 
 @app.command("run", epilog="Example: hangrig run dp-retract --trials 5 --set workload.requests=401")
 @guarded
-def run_command(  # noqa: PLR0917 - typer passes options by name
+def run_command(
     scenarios: Annotated[list[str], typer.Argument(metavar="SCENARIO...", help="Names or .toml files.")],
     device: DeviceOption = "sim",
     settings: Settings = None,
@@ -260,7 +260,7 @@ def run_command(  # noqa: PLR0917 - typer passes options by name
 
 @app.command("rerun", epilog="Example: hangrig rerun runs/latest")
 @guarded
-def rerun_command(  # noqa: PLR0917 - typer passes options by name
+def rerun_command(
     run_path: RunArgument,
     trial: Annotated[str | None, typer.Argument(metavar="TRIAL", help="A trial's id.")] = None,
     on_hang: OnHangOption = "end",

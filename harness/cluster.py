@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import secrets
 import socket
@@ -44,6 +45,9 @@ _REACH_S = 5.0
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
+    # Without, a call after the end would start another cluster.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # setproctitle would write a worker's title over its environment, and with it over our mark.
     "SPT_NOENV": "1",
@@ -52,6 +56,9 @@ _QUIET = {
 }
 _FOREIGN = ("RAY_ADDRESS", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_NAMESPACE")
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+_log = logging.getLogger("hangrig.ray")
 
 
 class ClusterError(RuntimeError):
@@ -117,7 +124,8 @@ class LocalCluster:
     def __init__(self, options: ClusterOptions | None = None) -> None:
         self._options = options or ClusterOptions()
         self._id = secrets.token_hex(8)
-        self.folder = Path(tempfile.mkdtemp(prefix="hg-", dir=_short_temporary_folder()))
+        self.folder = Path(_short_temporary_folder()) / f"hg-{self._id}"
+        """Made by ``start``, removed by ``stop``."""
         self.address = ""
         """host:port, empty before ``start``."""
 
@@ -127,7 +135,7 @@ class LocalCluster:
 
     @property
     def env(self) -> Mapping[str, str]:
-        return {**self._options.env, "PYTHONPATH": _python_path()}
+        return {**self._options.env, "PYTHONPATH": _python_path(self._options.env)}
 
     @property
     def logs(self) -> Path:
@@ -138,6 +146,7 @@ class LocalCluster:
         """Starts and connects. Raises ClusterError, with nothing left behind, when it is not up in time."""
         deadline = time.monotonic() + timeout_s
         _use_token()
+        self.folder.mkdir(mode=0o700)
         log = self.folder / "start.log"
         with log.open("wb") as output:
             starter = subprocess.Popen(
@@ -233,6 +242,7 @@ def disconnect(deadline_s: float) -> None:
 
 def _connect(address: str, runtime_env: Mapping[str, Any]) -> None:
     os.environ.update(_QUIET)
+    _keep_off_standard_output()
     try:
         ray.init(
             address=address,
@@ -246,6 +256,19 @@ def _connect(address: str, runtime_env: Mapping[str, Any]) -> None:
             f"cannot connect to Ray at {address}: {error}; check the address, that this machine is one of "
             "its nodes, and the token (RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
         ) from error
+
+
+def _keep_off_standard_output() -> None:
+    """Ray prints what raylets report (a worker that we killed) on the driver's standard output, where a
+    program expects our JSON and nothing else; no setting forbids it (2.60). It goes to the log instead."""
+    worker: Any = importlib.import_module("ray._private.worker")
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = _log_lines
+
+
+def _log_lines(data: Mapping[str, Any], **_: object) -> None:
+    for line in data.get("lines", ()):
+        _log.info("%s: %s", data.get("pid"), line)
 
 
 def _reach(address: str, timeout_s: float) -> None:
@@ -291,9 +314,10 @@ def _use_token() -> None:
         native.AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _python_path() -> str:
-    inherited = os.environ.get("PYTHONPATH", "")
-    parts = [str(CHECKOUT), *(part for part in inherited.split(os.pathsep) if part)]
+def _python_path(env: Mapping[str, str]) -> str:
+    """This checkout, then what the options and this process's environment name."""
+    named = [env.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
+    parts = [str(CHECKOUT), *(part for path in named for part in path.split(os.pathsep) if part)]
     return os.pathsep.join(dict.fromkeys(parts))
 
 

@@ -72,7 +72,9 @@ class JitterOptions:
         if not 0.0 <= self.probability <= 1.0:
             raise FaultError(f"jitter.probability: {self.probability} is not between 0 and 1")
         if not 0.0 < self.low_us <= self.high_us:
-            raise FaultError(f"jitter: low_us {self.low_us} must be above 0 and not above high_us {self.high_us}")
+            raise FaultError(
+                f"jitter: low_us {self.low_us} must be above 0 and not above high_us {self.high_us}"
+            )
 
 
 @dataclass(slots=True)

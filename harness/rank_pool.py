@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -22,7 +22,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from harness import process_control
+from harness import process_control, tracing
 from harness.cluster import Cluster, ClusterError, Node, nodes
 from harness.process_control import ProcessId
 from harness.target import RankProcess
@@ -58,6 +58,13 @@ class RankHost:
             "output_path": str(Path("/proc/self/fd/1").readlink()),
         }
 
+    def observe(self, dump_path: str, tracer_pid: int | None) -> None:
+        """Lets a capture see this process: its own stack dump on request, and a tracer where one is named."""
+        if dump_path:
+            tracing.install_faulthandler(Path(dump_path))
+        if tracer_pid is not None:
+            tracing.allow_tracing_by(tracer_pid)
+
     def construct(self, path: str, kwargs: Mapping[str, Any]) -> None:
         self._object = load(path)(**kwargs)
 
@@ -88,6 +95,8 @@ class PoolOptions:
     role: str = "rank"
     env: Mapping[str, str] = field(default_factory=dict)
     placement: Sequence[str] | None = None
+    dumps: Path | None = None
+    """A directory on every node for the stack dumps that ranks write of themselves when py-spy cannot."""
     start_s: float = 120.0
     """Until every constructor has returned."""
     end_s: float = 10.0
@@ -96,8 +105,15 @@ class PoolOptions:
 class RankPool:
     """See `harness.target.RankPool` for what a target sees of it. Not for several threads."""
 
-    def __init__(self, cluster: Cluster, options: PoolOptions | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        options: PoolOptions | None = None,
+        tracer: Callable[[str], int] | None = None,
+    ) -> None:
+        """``tracer``: pid of the process on a node (by name) that may trace the ranks there."""
         self._cluster = cluster
+        self._tracer = tracer
         self._options = options or PoolOptions()
         self._name = f"ranks-{secrets.token_hex(4)}"
         self._started = 0
@@ -181,7 +197,7 @@ class RankPool:
         chosen = [self._ranks.pop(rank) for rank in (list(self._ranks) if ranks is None else ranks)]
         local = [entry.id for entry in chosen if self._is_local(entry)]
         children = process_control.children_of(*(process.pid for process in local))
-        for entry in chosen:
+        for entry in chosen if ray.is_initialized() else []:
             # Also for local ones: Ray forgets the actor sooner. It does not wait.
             ray.kill(entry.actor, no_restart=True)
         left = process_control.end([*local, *children], deadline_s, grace_s=0.0)
@@ -190,9 +206,9 @@ class RankPool:
     def stop(self, deadline_s: float) -> list[ProcessId]:
         """As ``kill``, and gives the reserved devices back."""
         left = self.kill(deadline_s)
-        if self._group is not None:
+        if self._group is not None and ray.is_initialized():
             remove_placement_group(self._group)
-            self._group = None
+        self._group = None
         return left
 
     # Inside ----------------------------------------------------------------------------------------------
@@ -232,6 +248,8 @@ class RankPool:
             for rank, actor in actors.items():
                 # Ready by now; the deadline only bounds a cluster that fails in between.
                 self._ranks[rank] = self._entry(rank, actor, kwargs[rank])
+            seen = [self._observe(self._ranks[rank]) for rank in kwargs]
+            self._wait_for(seen, deadline, "become observable")
             built = [
                 actor.construct.remote(self._class, dict(kwargs[rank])) for rank, actor in actors.items()
             ]
@@ -271,6 +289,10 @@ class RankPool:
             settings["runtime_env"] = {"env_vars": missing}
         return ray.remote(RankHost).options(**settings).remote()
 
+    def _observe(self, entry: _Rank) -> Any:
+        tracer = None if self._tracer is None else self._tracer(entry.process.node)
+        return entry.actor.observe.remote(entry.process.faulthandler_path or "", tracer)
+
     def _entry(self, rank: int, actor: Any, kwargs: Mapping[str, Any]) -> _Rank:
         found = ray.get(actor.identity.remote(), timeout=self._options.end_s)
         devices = found["accelerators"].get({"cuda": "GPU", "npu": "NPU"}.get(self._options.device, ""), [])
@@ -282,8 +304,13 @@ class RankPool:
             start_time_ticks=found["start_time_ticks"],
             device=f"{self._options.device}:{devices[0]}" if devices else self._options.device,
             log_path=found["log_path"],
+            faulthandler_path=self._dump_path(rank),
         )
         return _Rank(actor, process, found["output_path"], found["node_id"], kwargs)
+
+    def _dump_path(self, rank: int) -> str | None:
+        dumps = self._options.dumps
+        return None if dumps is None else str(dumps / f"faulthandler-{rank}-{self._started}.txt")
 
     def _wait_for(self, references: list[Any], deadline: float, what: str) -> None:
         """Fails with the first one that fails, not with the first one in order."""

@@ -51,6 +51,8 @@ class TrialSpec:
     jitter: Mapping[str, Any]
     ledger_paths: Mapping[int, str]
     decisions_paths: Mapping[int, str]
+    journal_paths: Mapping[int, str]
+    """Where each rank writes its tokens as they come."""
     timeout_s: float
     """Deadline of the engine's own waits; lies above the watchdog's ceiling plus the capture."""
     nodes: Mapping[int, str] = field(default_factory=dict)
@@ -95,8 +97,6 @@ class LaunchSpec:
     timeout_s: float
     scratch: Path
     """A directory on each node for files that outlive no run."""
-    tracer_pids: Mapping[str, int] = field(default_factory=dict)
-    """By node: the process that may look into the ranks (the agent)."""
 
 
 class RankPool(Protocol):
@@ -104,9 +104,6 @@ class RankPool(Protocol):
 
     def start(self, rank_class: str, kwargs: Sequence[Mapping[str, Any]]) -> Sequence[RankProcess]:
         """One process a rank, each constructed with its own ``kwargs``."""
-
-    def make_observable(self, faulthandler_paths: Sequence[str], tracer_pids: Mapping[str, int]) -> None:
-        """Per rank, the file that its own stack dump goes to on request; by node, who may trace the ranks."""
 
     def call(self, method: str, args: Sequence[Sequence[Any]]) -> None:
         """Calls ``method`` on every rank with that rank's ``args``; returns at once."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+from typing import Literal
 
 from harness.agent_files import AgentState, AgentTrial, Times, WatchedRank
 from harness.capture import CaptureRank, CaptureReport, CaptureRequest, capture
@@ -23,10 +24,10 @@ from harness.ledger_reader import LedgerReader
 from harness.ledger_snapshot import Snapshot
 from harness.processes import read_process
 from harness.store import StoreError, write_json
-from harness.watchdog import Confirmed, Healthy, RankState, RankView, Sample, Suspect, Watchdog
+from harness.watchdog import Confirmed, Healthy, RankView, Sample, Suspect, Watchdog
 
 _SLOW_KEPT = 3
-_STATES: dict[str, RankState] = {
+_STATES: dict[str, Literal["running", "sleeping", "stopped", "dead"]] = {
     "R": "running", "S": "sleeping", "D": "sleeping", "T": "stopped", "Z": "dead", "dead": "dead",
 }  # fmt: skip
 
@@ -161,8 +162,8 @@ class TrialWatch:
     def _finish(self, reason: str, road: str) -> None:
         self.reason = reason
         self._captured_ns = time.monotonic_ns()
-        self._write_manifest(reason, road)
-        self.state, self.evidence = "captured", self.trial.evidence
+        stored = self._write_manifest(reason, road)
+        self.state, self.evidence = "captured", self.trial.evidence if stored else None
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -184,7 +185,8 @@ class TrialWatch:
             )
         )
 
-    def _write_manifest(self, reason: str, road: str) -> None:
+    def _write_manifest(self, reason: str, road: str) -> bool:
+        """False, with the reason in ``error``, when the disk refuses."""
         missing = {(lack.what, lack.why): lack for report in self._reports for lack in report.missing}
         document = {
             "reason": reason,
@@ -204,6 +206,8 @@ class TrialWatch:
             write_json(self.trial.evidence / "manifest.json", document)
         except StoreError as error:
             self.error = str(error)
+            return False
+        return True
 
     def _move_to_slow(self) -> None:
         evidence = self.trial.evidence

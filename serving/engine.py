@@ -24,8 +24,9 @@ from serving.comm import Comm
 from serving.deepseek_v2 import DeepseekV2
 from serving.dp_attention import LocalState, Mode, Padding, StepPlan, agree
 from serving.forward import DeviceState, Forward, Workspace
-from serving.sampling import Grammars, sample
+from serving.journal import Journal
 from serving.requests import FUTURE, Batch, BatchMode, Request
+from serving.sampling import Grammars, sample
 from serving.scheduler import Scheduler, SchedulerConfig
 from serving.transfer import Fetched, PinnedPolicy, Transfers
 
@@ -83,6 +84,7 @@ class Engine:
         comm: Comm,
         ledger: LedgerWriter | None,
         arrivals: Sequence[tuple[int, Request]],
+        journal: Journal | None = None,
     ) -> None:
         self.config = config
         self.scheduler = Scheduler(config.scheduler)
@@ -97,6 +99,7 @@ class Engine:
         self._comm = comm
         self._rank = comm.options.rank
         self._ledger = ledger
+        self._journal = journal
         self._arrivals = deque(arrivals)
         self._grammars = Grammars(model.config.vocab_size)
         self._requests: dict[str, Request] = {}
@@ -218,9 +221,7 @@ class Engine:
         mask_SW = None
         if any(self._grammars.constrained(request_id) for request_id in sampled):
             mask_SW = self._device.empty((len(ws.sample_S), self._grammars.words()), torch.int32)
-            self.transfers.to_device(
-                mask_SW, lambda host: self._grammars.fill(host, sampled), "bitmask_copy"
-            )
+            self.transfers.to_device(mask_SW, lambda host: self._grammars.fill(host, sampled), "bitmask_copy")
         tokens_S = self._device.empty((len(ws.sample_S),), torch.int64)
         last_token_R = self._state.last_token_R
 
@@ -247,6 +248,8 @@ class Engine:
             self.transfers.release(pending.fetched)
             tokens = dict(zip(pending.sampled, values, strict=False))  # graph rows are padded
             self._phase("process")
+            if self._journal is not None:
+                self._journal.append(pending.step, tokens)
             for request_id, token in tokens.items():
                 if self._grammars.accept(request_id, token):
                     ended.add(request_id)
@@ -271,6 +274,7 @@ class Engine:
                     "graph": plan.graph,
                     "update": plan.graph,
                     "retracted": list(batch.retracted),
+                    "waiting": len(self.scheduler.waiting),
                     "tokens_out": self.tokens_out,
                 }
             )

@@ -117,9 +117,7 @@ class Forward:
         self._experts.capture_ended(graph)
         return graph
 
-    def enqueue(
-        self, ws: Workspace, args: HostArgs, events: Sequence[ExternalEvent] | None = None
-    ) -> None:
+    def enqueue(self, ws: Workspace, args: HostArgs, events: Sequence[ExternalEvent] | None = None) -> None:
         """One pass over all layers. ``args``: key lengths and query lengths of the B sequences, by value.
 
         ``events``: of the attention layers, in a capture.
@@ -149,9 +147,7 @@ class Forward:
         ids_T = torch.where(ws.ids_T >= 0, ws.ids_T, newest_T)
         ws.hidden_TD.copy_(self._model.embed(ids_T))
 
-    def _attention(
-        self, ws: Workspace, layer: int, args: HostArgs, event: ExternalEvent | None
-    ) -> None:
+    def _attention(self, ws: Workspace, layer: int, args: HostArgs, event: ExternalEvent | None) -> None:
         model, kv_SC = self._model, self._state.kv[layer]
 
         def project() -> None:

@@ -25,7 +25,7 @@ GRAMMARS = {
 """Grammars that requests may name, in xgrammar's EBNF."""
 
 STOP_TOKEN = 0
-_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz{}[]\":,-_. "
+_CHARACTERS = '0123456789abcdefghijklmnopqrstuvwxyz{}[]":,-_. '
 
 
 class GrammarError(ValueError):

@@ -10,9 +10,9 @@ with it is under way (that step's token is dropped), and pages are given away wh
 them. The last is safe because a rank's steps run on the device in the order in which they were scheduled.
 
 Rules of retraction and admission are those of SGLang: victims have the fewest output tokens, then the longest
-prompt; one request is always kept, and aborted if even alone it cannot fit; the share of a request's remaining
-tokens that admission sets aside falls over 600 steps and rises on a retraction. A prefill is never retracted:
-it has all its pages from the start, and no decode step comes between its chunks.
+prompt; one request is always kept, and aborted if even alone it cannot fit; the share of a request's
+remaining tokens that admission sets aside falls over 600 steps and rises on a retraction. A prefill is never
+retracted: it has all its pages from the start, and no decode step comes between its chunks.
 """
 
 from __future__ import annotations
@@ -187,6 +187,9 @@ class Scheduler:
             rows.append(self._extend(self.chunked, budget))
             budget -= rows[0].q_len
         for request in [request for request in self.waiting if not request.in_flight]:
+            if self._never_fits(request.length):  # it grew while it shared its pages, and was retracted
+                self._abort(request, self._too_large(request, request.length))
+                continue
             if not self._admit(request, budget):
                 break
             rows.append(self._extend(request, budget))

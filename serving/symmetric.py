@@ -30,7 +30,14 @@ class SymmetricHeap:
     """
 
     def __init__(
-        self, directory: Path, *, name: str, member: int, size: int, timeout_s: float, stop: Callable[[], bool]
+        self,
+        directory: Path,
+        *,
+        name: str,
+        member: int,
+        size: int,
+        timeout_s: float,
+        stop: Callable[[], bool],
     ) -> None:
         self._directory = directory
         self._name = name

@@ -115,6 +115,19 @@ def test_the_check_spells_out_a_few_pages_and_counts_the_rest() -> None:
     assert len(caught.value.pages) == 20
 
 
+def test_the_check_compares_the_counts_with_the_tree() -> None:
+    pool = KVPool(4)
+    (slot,) = cache(pool, [5])
+    node = pool._root.children[(5,)]
+    node.pins += 1
+    with pytest.raises(IntegrityError, match=f"page {slot} has 1 pins in the prefix tree, 0 expected"):
+        pool.check_integrity({})
+    node.pins -= 1
+    pool.locks += 1
+    with pytest.raises(IntegrityError, match="lock counts are 1, 1, 1 where the tree has 1, 1, 0"):
+        pool.check_integrity({})
+
+
 # Prefix cache
 
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from serving.admission import AdmissionRatio
 from serving.kv_cache import IntegrityError
 from serving.requests import Batch, BatchMode, Request, State
 from serving.scheduler import Scheduler, SchedulerConfig, SchedulerError
@@ -380,6 +381,35 @@ def test_forced_retraction_comes_with_every_kth_step_and_keeps_one(every: int) -
     assert outcome.scheduler.counters.forced_retractions == outcome.scheduler.counters.retractions > 0
 
 
+def test_the_only_request_is_never_retracted_by_force() -> None:
+    outcome = drive(SchedulerConfig(kv_tokens=64, retract_every=1), [(0, make("only", [1] * 4, 12))])
+    assert outcome.ended[0].retractions == 0
+    assert [batch.mode for batch in outcome.batches[:12]] == [BatchMode.PREFILL, *[BatchMode.DECODE] * 11]
+
+
+def test_a_retracted_request_goes_to_the_front_of_the_queue() -> None:
+    config = SchedulerConfig(kv_tokens=64, retract_every=2, max_running=2)
+    scheduler = start(config, *[make(f"r{index}", [index + 1], 9) for index in range(4)])
+    step(scheduler)
+    assert step(scheduler).retracted == ("r1",)
+    assert [request.id for request in scheduler.waiting] == ["r1", "r2", "r3"]
+    assert names(step(scheduler)) == ["r1"]
+
+
+def test_a_retracted_request_that_outgrew_the_pool_on_shared_pages_is_aborted_in_its_turn() -> None:
+    scheduler = start(SchedulerConfig(kv_tokens=8, admission_ratio=0.0), make("kept", [1] * 4, 3))
+    step(scheduler)
+    grown = make("grown", [1] * 8, 3)
+    scheduler.add(grown)
+    assert names(step(scheduler)) == ["grown"] and scheduler.pool.available() == 0
+    batch = step(scheduler)
+    assert (batch.retracted, names(batch)) == (("grown",), ["kept"])
+    batch = step(scheduler)
+    assert (batch.aborted, names(batch)) == (("grown",), ["kept"])
+    assert "grown alone needs 9 tokens" in (grown.finish_reason or "")
+    assert grown.output == [1]
+
+
 def test_a_request_whose_last_token_is_in_flight_is_not_scheduled() -> None:
     scheduler = start(SchedulerConfig(kv_tokens=16), make("a", [1, 2], 2))
     first = scheduler.schedule()
@@ -485,6 +515,19 @@ def test_the_admission_ratio_falls_rises_on_a_retraction_and_starts_again_when_i
             assert after < before
     scheduler.schedule()
     assert scheduler.new_token_ratio == 0.7
+
+
+def test_a_retraction_never_lowers_the_admission_ratio() -> None:
+    ratio = AdmissionRatio(0.7, 0.14, 600)
+    ratio.step([make("a", [1], 1000)], decoded=True, retracted=True)
+    assert ratio.value == 0.7
+    ratio.step([make("a", [1], 25)], decoded=True, retracted=True)
+    assert ratio.value == 0.8
+    ratio.step([make("a", [1], 5)], decoded=True, retracted=True)
+    assert ratio.value == 1.0
+    for _ in range(1000):
+        ratio.step([make("a", [1], 5)], decoded=True, retracted=False)
+    assert ratio.value == ratio.floor == pytest.approx(0.098)
 
 
 def test_the_share_set_aside_keeps_a_request_out() -> None:

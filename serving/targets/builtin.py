@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from harness.target import LaunchSpec, Progress, RankPool, RankProcess, TargetError, TrialSpec
@@ -30,29 +29,25 @@ class BuiltinTarget:
             raise TargetError(f"the built-in engine does not run on {spec.device!r} yet; use --device sim")
         shared = spec.scratch / f"group-{secrets.token_hex(4)}"
         shared.mkdir(parents=True)
-        dumps = [shared / f"faulthandler-{rank}.txt" for rank in range(spec.world)]
-        started = pool.start(
-            _RANK_CLASS,
-            [
-                {
-                    "rank": rank,
-                    "world": spec.world,
-                    "device": spec.device,
-                    "model": dict(spec.model),
-                    "rendezvous": f"file://{shared / 'rendezvous'}",
-                    "shared": str(shared),
-                    "timeout_s": spec.timeout_s,
-                }
-                for rank in range(spec.world)
-            ],
+        self._processes = tuple(
+            pool.start(
+                _RANK_CLASS,
+                [
+                    {
+                        "rank": rank,
+                        "world": spec.world,
+                        "device": spec.device,
+                        "model": dict(spec.model),
+                        "rendezvous": f"file://{shared / 'rendezvous'}",
+                        "shared": str(shared),
+                        "timeout_s": spec.timeout_s,
+                    }
+                    for rank in range(spec.world)
+                ],
+            )
         )
-        pool.make_observable([str(path) for path in dumps], spec.tracer_pids)
         self._pool = pool
         self._shared = shared
-        self._processes = tuple(
-            replace(process, faulthandler_path=str(path))
-            for process, path in zip(started, dumps, strict=True)
-        )
         return self._processes
 
     def drive(self, trial: TrialSpec) -> None:

@@ -25,8 +25,8 @@ from serving.comm import Comm, CommOptions, ProcessGroups
 from serving.deepseek_v2 import DeepseekV2
 from serving.dp_attention import Padding
 from serving.engine import Engine, EngineConfig
+from serving.journal import Journal
 from serving.model_config import load_config, preset
-from serving.requests import Request
 from serving.scheduler import SchedulerConfig
 from serving.weights import expert_range, load_weights, random_weights
 from serving.workload import for_rank, generate, longest_context, workload
@@ -81,8 +81,9 @@ class RankActor:
             self._groups,
             token=f"{self._trials}",
         )
+        journal = Journal(Path(spec.journal_paths[self._rank]))
         try:
-            engine = make_engine(spec, self._model, device, comm, ledger)
+            engine = make_engine(spec, self._model, device, comm, ledger, journal)
             began_steps = time.monotonic()
             engine.run()
             steps_s = time.monotonic() - began_steps
@@ -92,6 +93,7 @@ class RankActor:
             comm.shut()
             device.close(_CLOSE_S)
             comm.close()
+            journal.close()
             faults.activate()
             if ledger is not None:
                 ledger.close()
@@ -121,7 +123,12 @@ def load_model(model: Mapping[str, Any], rank: int, world: int) -> DeepseekV2:
 
 
 def make_engine(
-    spec: TrialSpec, model: DeepseekV2, device: Device, comm: Comm, ledger: LedgerWriter | None
+    spec: TrialSpec,
+    model: DeepseekV2,
+    device: Device,
+    comm: Comm,
+    ledger: LedgerWriter | None,
+    journal: Journal | None = None,
 ) -> Engine:
     """The engine of one rank with the trial's toggles, its requests waiting to arrive."""
     engine, toggles = spec.engine, spec.toggles
@@ -135,7 +142,7 @@ def make_engine(
             chunk_tokens=engine["chunk_tokens"],
             max_prefill_tokens=engine["chunk_tokens"],
             max_running=engine["max_running"],
-            initial_token_ratio=engine["admission_ratio"],
+            admission_ratio=engine["admission_ratio"],
             retract_every=engine["retract_every"],
             prefix_cache=toggles.get("prefix_cache", "on") == "on",
         ),
@@ -147,7 +154,7 @@ def make_engine(
         pinned=toggles.get("pinned", "pageable"),  # type: ignore[arg-type]  # resolved values are checked
         wait_s=spec.timeout_s,
     )
-    return Engine(config, model, device, comm, ledger, arrivals)
+    return Engine(config, model, device, comm, ledger, arrivals, journal)
 
 
 def _make_device(spec: TrialSpec, name: str, rank: int, ledger: LedgerWriter | None) -> SimDevice:

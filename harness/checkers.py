@@ -1,0 +1,149 @@
+"""What a trial's stored history says about it: one small check each, pure.
+
+A check answers ``pass``, ``fail``, ``unknown`` or ``skipped`` (it does not apply); one that lacks what it needs
+says ``unknown``, never ``pass``. Here single trials are judged; what the trials of an arm say together is
+``reports.verdicts``. Not here: reading files (``judge.py``) and the diagnosis (``diagnose.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Verdict: TypeAlias = Literal["pass", "fail", "unknown", "skipped"]
+
+NAMES = ("hang", "leak", "tokens", "pressure")
+HANGS = ("hang", "livelock", "dead", "stopped")
+"""Outcomes that count as a hang."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One answer. ``reason`` is a sentence for a person."""
+
+    name: str
+    verdict: Verdict
+    reason: str
+
+    def to_json(self) -> dict[str, str]:
+        return {"name": self.name, "verdict": self.verdict, "reason": self.reason}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the checks look at. ``tokens`` and ``reference``: output token ids by request."""
+
+    outcome: str
+    """Of the trial before tokens are compared: healthy, or the kind of the diagnosis, or unknown."""
+    why_unknown: str
+    expected: str
+    mechanism_expected: str | None
+    mechanism: str | None
+    tokens_expected: str
+    finished: bool
+    """Every rank brought its result."""
+    leaks: Sequence[str]
+    retractions: int
+    retractions_required: int
+    tokens: Mapping[str, Sequence[int]]
+    reference: Mapping[str, Sequence[int]] | None
+    reference_why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenComparison:
+    """Requests whose common prefix with the reference is not whole. ``compared``: tokens looked at."""
+
+    differ: int
+    compared: int
+    first: str | None
+    """The request, and the position in its output, of the first difference."""
+
+
+def compare_tokens(
+    tokens: Mapping[str, Sequence[int]], reference: Mapping[str, Sequence[int]], *, whole: bool
+) -> TokenComparison:
+    """Position by position. A trial that ended early is compared as far as it came (``whole`` False).
+
+    After a first difference in a request all later tokens follow from it, so a request counts once.
+    """
+    differ = compared = 0
+    first: str | None = None
+    for request, wanted in reference.items():
+        got = tokens.get(request, ())
+        length = max(len(got), len(wanted)) if whole else min(len(got), len(wanted))
+        compared += length
+        place = next((i for i in range(length) if list(got[i : i + 1]) != list(wanted[i : i + 1])), None)
+        if place is not None:
+            differ += 1
+            first = first or f"request {request}, token {place}"
+    return TokenComparison(differ, compared, first)
+
+
+def check(facts: Facts) -> tuple[Check, ...]:
+    """All checks of one trial, in the order in which a person wants them."""
+    if facts.outcome == "skipped":
+        return tuple(Check(name, "skipped", facts.why_unknown) for name in NAMES)
+    return (_hang(facts), _leak(facts), _tokens(facts), _pressure(facts))
+
+
+def verdict(checks: Sequence[Check]) -> Verdict:
+    """Of a whole trial: failed if a check failed, unknown if one was, else passed; skipped if all were."""
+    said = {one.verdict for one in checks}
+    worst: tuple[Verdict, ...] = ("fail", "unknown", "pass")
+    return next((one for one in worst if one in said), "skipped")
+
+
+def _hang(facts: Facts) -> Check:
+    outcome, expected = facts.outcome, facts.expected
+    if outcome == "unknown":
+        return Check("hang", "unknown", facts.why_unknown or "nothing is known of how the trial ended")
+    if outcome == "slow":
+        return Check("hang", "unknown" if expected == "always" else "pass", "it was slow, and went on")
+    if outcome not in HANGS:
+        if expected == "always":
+            return Check("hang", "fail", "a hang was expected in every trial, this one was healthy")
+        return Check("hang", "pass", "no hang")
+    what = f"{outcome}, mechanism {facts.mechanism or 'unknown'}"
+    if expected == "never":
+        return Check("hang", "fail", f"no hang was expected: {what}")
+    wanted = facts.mechanism_expected
+    if wanted is None or facts.mechanism == wanted:
+        return Check("hang", "pass", f"as expected ({expected}): {what}")
+    if facts.mechanism in (None, "unknown"):
+        return Check("hang", "unknown", f"{what}; expected was {wanted}")
+    return Check("hang", "fail", f"{what}; expected was {wanted}")
+
+
+def _leak(facts: Facts) -> Check:
+    if not facts.finished:
+        return Check("leak", "skipped", "the ranks did not finish and were replaced")
+    if facts.leaks:
+        return Check("leak", "fail", "; ".join(facts.leaks))
+    return Check("leak", "pass", "pages, memory and threads are back to idle")
+
+
+def _tokens(facts: Facts) -> Check:
+    if facts.reference is None:
+        return Check("tokens", "unknown", f"there is no reference: {facts.reference_why}")
+    found = compare_tokens(facts.tokens, facts.reference, whole=facts.finished)
+    if not found.compared:
+        return Check("tokens", "unknown", "no token to compare")
+    if found.differ:
+        what = f"{found.differ} of {len(facts.reference)} requests differ, first {found.first}"
+        return Check("tokens", "fail" if facts.tokens_expected == "equal" else "pass", what)
+    return Check("tokens", "pass", f"all {found.compared} tokens equal those of the reference")
+
+
+def _pressure(facts: Facts) -> Check:
+    wanted = facts.retractions_required
+    if wanted == 0:
+        return Check("pressure", "pass", f"{facts.retractions} retractions, none required")
+    if facts.retractions >= wanted:
+        return Check("pressure", "pass", f"{facts.retractions} retractions, at least {wanted} required")
+    if not facts.finished:
+        return Check("pressure", "skipped", f"{facts.retractions} retractions until it stopped")
+    return Check(
+        "pressure", "unknown", f"only {facts.retractions} retractions, at least {wanted} are required"
+    )

@@ -1,0 +1,205 @@
+"""From what a trial left on disk to trial.json and diagnosis.json; the same for a fresh trial and a recheck.
+
+The run writes a trial's history first (``history.json``, tokens, latencies), the agents its evidence; then
+this judges. It only reads what is stored, so a stored run can be judged again with newer checkers, and a trial
+whose driver was killed can be judged at all. Checks and diagnosis themselves are pure and live in
+``checkers.py`` and ``diagnose.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.checkers import Facts, check, compare_tokens, verdict
+from harness.diagnose import Diagnosis, Evidence, EvidenceSample, Missing, RankEvidence, Times, diagnose
+from harness.ledger_snapshot import Snapshot
+from harness.stacks import ProcessStacks
+from harness.stacks_tree import merge, tree_to_json
+from harness.store import StoredTrial, StoreError, TrialStore, read_trial, write_json
+
+HISTORY = "history.json"
+Document = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialContext:
+    """What the run knows about a trial from its plan."""
+
+    planned: Document
+    """``TrialPlan.to_json()``."""
+    target: str
+    world: int
+    simulation: bool
+    retractions_required: int
+    rerun: str
+
+
+def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str, Any]:
+    """Writes diagnosis.json (unless the trial was healthy), evidence/merged.json and trial.json; returns the
+    last. Raises StoreError when the disk refuses."""
+    history = _history(store.path)
+    stored = read_trial(store.path)
+    diagnosis = _diagnose(stored, history, context)
+    outcome, why = _outcome(history, diagnosis)
+    tokens = stored.tokens or journal_tokens(store.path)
+    wanted, reference_why = _reference(reference)
+    facts = Facts(
+        outcome=outcome,
+        why_unknown=why,
+        expected=context.planned["expected"]["hang"],
+        mechanism_expected=context.planned["expected"]["mechanism"],
+        mechanism=diagnosis.mechanism if diagnosis is not None else None,
+        tokens_expected=context.planned["expected"]["tokens"],
+        finished=bool(history.get("finished")),
+        leaks=history.get("leaks", []),
+        retractions=history.get("retractions", 0),
+        retractions_required=context.retractions_required,
+        tokens=tokens,
+        reference=wanted,
+        reference_why=reference_why,
+    )
+    checks = check(facts)
+    compared = compare_tokens(tokens, wanted or {}, whole=facts.finished)
+    if outcome == "healthy" and compared.differ:
+        outcome = "corrupt"
+    if diagnosis is not None:
+        store.write_diagnosis(diagnosis.to_json())
+        merged = merge(stacks for sample in stored.samples for stacks in _stacks(sample.stacks).values())
+        write_json(store.evidence / "merged.json", tree_to_json(merged))
+    planned = context.planned
+    document = {
+        "schema": 1,
+        "id": planned["id"],
+        "scenario": planned["scenario"],
+        "arm": planned["arm"],
+        "resolved": planned["resolved"],
+        "seed": planned["seed"],
+        "device": planned["device"],
+        "target": context.target,
+        "expected": planned["expected"]["hang"],
+        "min_rate": planned["expected"]["min_rate"],
+        "mechanism_expected": planned["expected"]["mechanism"],
+        "tokens_expected": planned["expected"]["tokens"],
+        "outcome": outcome,
+        "verdict": verdict(checks),
+        "checks": [one.to_json() for one in checks],
+        "steps": history.get("steps", 0),
+        "tokens": sum(len(ids) for ids in tokens.values()),
+        "retractions": history.get("retractions", 0),
+        "duration_s": history.get("duration_s", 0.0),
+        "tokens_differ": compared.differ,
+        "tokens_compared": compared.compared,
+        "ranks": history.get("ranks", []),
+        "notes": history.get("notes", []),
+        "rerun": context.rerun,
+    }
+    store.write_trial(document)
+    return document
+
+
+def journal_tokens(trial: Path) -> dict[str, list[int]]:
+    """Output tokens by request as the ranks' journals have them; a line cut by a crash is left out."""
+    tokens: dict[str, list[int]] = {}
+    for path in sorted((trial / "tokens").glob("rank*.jsonl")):
+        for line in path.read_bytes().split(b"\n")[:-1]:
+            for request, token in json.loads(line)["tokens"].items():
+                tokens.setdefault(request, []).append(token)
+    return tokens
+
+
+def _history(trial: Path) -> dict[str, Any]:
+    """Empty when the driver did not live to write it."""
+    try:
+        document: dict[str, Any] = json.loads((trial / HISTORY).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return document
+
+
+def _reference(path: Path) -> tuple[dict[str, list[int]] | None, str]:
+    try:
+        document = json.loads(path.read_bytes())
+    except OSError:
+        return None, f"{path.name} was not written"
+    except ValueError as error:
+        return None, f"{path.name} is damaged: {error}"
+    return (document["requests"], "") if "requests" in document else (None, document["why"])
+
+
+def _outcome(history: Document, diagnosis: Diagnosis | None) -> tuple[str, str]:
+    """The outcome before tokens are compared, and why it is unknown where it is."""
+    for outcome in ("skipped", "unknown"):
+        if history.get(outcome):
+            return outcome, history[outcome]
+    if history.get("finished"):
+        return "healthy", ""
+    if diagnosis is None:
+        return "unknown", "the trial did not finish and left no evidence"
+    if diagnosis.kind == "none":
+        return "unknown", "the evidence shows ranks that move, yet the trial did not finish"
+    return diagnosis.kind, ""
+
+
+def _diagnose(stored: StoredTrial, history: Document, context: TrialContext) -> Diagnosis | None:
+    """None for a trial that finished and was never captured."""
+    if history.get("finished") or not (stored.samples or history.get("failed")):
+        return None
+    return diagnose(evidence_of(stored, history, context))
+
+
+def evidence_of(stored: StoredTrial, history: Document, context: TrialContext) -> Evidence:
+    """A stored capture as the diagnosis takes it. What is missing or damaged is left out, and said."""
+    manifest = stored.manifest or {}
+    failed = {int(rank): str(text) for rank, text in history.get("failed", {}).items()}
+    done = {int(rank) for rank in history.get("done", [])}
+    taken = {entry["index"]: entry["taken_s"] for entry in manifest.get("samples", [])}
+    missing = [Missing(entry["what"], entry["why"]) for entry in manifest.get("missing", [])]
+    missing += [Missing("stored files", problem) for problem in stored.problems]
+    samples = []
+    for sample in stored.samples:
+        processes = {entry["rank"]: entry for entry in (sample.processes or {}).get("ranks", [])}
+        ranks = {}
+        ids: dict[int, Document] = {entry["rank"]: entry for entry in history.get("ranks", [])}
+        for rank in range(context.world):
+            snapshot = _snapshot(sample.ledgers.get(rank))
+            process = processes.get(rank, {})
+            known = ids.get(rank, {})
+            ranks[rank] = RankEvidence(
+                snapshot=snapshot,
+                stacks=_stacks(sample.stacks).get(rank),
+                native=_stacks(sample.native).get(rank),
+                state=process.get("state"),
+                pid=process.get("pid") or known.get("pid"),
+                node=known.get("node", snapshot.header.node if snapshot is not None else ""),
+                device=snapshot.header.device if snapshot is not None else None,
+                exception=failed.get(rank),
+                exit=process.get("exit"),
+                task_done=rank in done or rank in failed,
+            )
+        samples.append(EvidenceSample(taken.get(sample.index) or 0.0, ranks, sample.index))
+    times = {key: value for key, value in (manifest.get("times") or {}).items() if value is not None}
+    return Evidence(
+        world=context.world,
+        samples=tuple(samples),
+        times=Times(**{key: times.get(key, 0.0) for key in Times.__dataclass_fields__}),
+        missing=tuple(missing),
+        reason=str(manifest.get("reason") or history.get("reason") or ""),
+        exceptions=failed,
+        decisions={rank: stored.decisions(rank)[0] for rank in stored.decision_ranks()},
+        device_is_simulation=context.simulation,
+    )
+
+
+def _snapshot(document: Document | None) -> Snapshot | None:
+    return None if document is None else Snapshot.from_json(document)
+
+
+def _stacks(documents: Mapping[int, Document]) -> dict[int, ProcessStacks]:
+    return {rank: ProcessStacks.from_json(document) for rank, document in documents.items()}
+
+
+__all__ = ["HISTORY", "StoreError", "TrialContext", "evidence_of", "journal_tokens", "judge"]

@@ -1,0 +1,221 @@
+"""One run, top to bottom: plan, run the trials, judge, report. And a stored run again: rerun, recheck, report.
+
+Not here: options and printing (``cli.py``), trials in progress (``session.py``), the reports themselves.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.arms import ArmPlan, TrialPlan, expand, plan_arms
+from harness.checkers import HANGS
+from harness.cluster import ClusterError
+from harness.judge import HISTORY, judge
+from harness.machine import machine_facts, versions
+from harness.process_control import ProcessId, alive, myself
+from harness.request import RunOutcome, RunRequest
+from harness.scenario import from_record, record
+from harness.scenario_model import Scenario
+from harness.session import Job, Session, context, reference_path
+from harness.store import RunStore, StoreError, read_run, write_json
+from harness.toggles import Facts, gather_facts
+from reports import write_all
+from reports.model import Result
+from reports.terminal import show
+
+
+class NothingToRun(ValueError):
+    """The request has no trial: a rerun of a trial that the run never planned, for example."""
+
+
+def run(request: RunRequest) -> RunOutcome:
+    """Runs all trials of the request and reports. What can go wrong while running ends in the report."""
+    return _execute(request, [_job(scenario, request) for scenario in request.scenarios])
+
+
+def rerun(path: Path, trial: str | None, overrides: Mapping[str, Any]) -> RunOutcome:
+    """One stored trial again, same arm and seed, as a run of its own. ``trial`` None: the first that did not
+    pass, else the first hang, else the first. Says where versions or machine differ. Raises StoreError,
+    ScenarioError or NothingToRun."""
+    stored = RunStore.open(path)
+    document = stored.document
+    planned = _choose(stored, trial)
+    entry = next(e for e in document["scenarios"] if e["name"] == planned["scenario"])
+    scenario = from_record(entry, device=document["device"])
+    request = RunRequest(
+        scenarios=(scenario,), device=document["device"], seed=planned["seed"], trials=1, **overrides
+    )
+    facts = gather_facts(request.device, scenario.target.ranks)
+    arms, plans = _plans(scenario, request, facts)
+    chosen = [plan for plan in plans if dict(plan.arm) == planned["arm"]]
+    if not chosen:
+        raise NothingToRun(f"{planned['id']}: on this machine its arm is the same as another one")
+    for line in _differences(document):
+        print(line, file=sys.stderr)
+    kept = [arm for arm in arms if dict(arm.arm) == planned["arm"]]
+    return _execute(request, [(Job(scenario, chosen), kept)])
+
+
+def report(path: Path) -> RunOutcome:
+    """Writes the reports of a stored run again. Trials that nobody judged (the driver was killed) are."""
+    store = RunStore.open(path)
+    _judge_stored(store, only_unjudged=True)
+    return _outcome(store.path, write_all(store.path, allow_skip=bool(store.document.get("allow_skip"))))
+
+
+def recheck(path: Path) -> RunOutcome:
+    """Judges every trial of a stored run with the checkers and the diagnosis of now, and reports."""
+    store = RunStore.open(path)
+    _judge_stored(store, only_unjudged=False)
+    return _outcome(store.path, write_all(store.path, allow_skip=bool(store.document.get("allow_skip"))))
+
+
+# A run -----------------------------------------------------------------------------------------------------
+
+_Job = tuple[Job, Sequence[ArmPlan]]
+
+
+def _job(scenario: Scenario, request: RunRequest) -> _Job:
+    facts = gather_facts(request.device, scenario.target.ranks)
+    arms, trials = _plans(scenario, request, facts)
+    return Job(scenario, trials), arms
+
+
+def _plans(
+    scenario: Scenario, request: RunRequest, facts: Facts
+) -> tuple[Sequence[ArmPlan], Sequence[TrialPlan]]:
+    arms = plan_arms(scenario, request.device, facts)
+    return arms, expand(scenario, request.device, request.trials, request.seed, facts)
+
+
+def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
+    simulation = request.device == "sim"
+    name = request.scenarios[0].name if len(request.scenarios) == 1 else "set"
+    own = myself()
+    store = RunStore.create(
+        request.out,
+        name,
+        {
+            "command": shlex.join(["hangrig", *request.argv]),
+            "argv": list(request.argv),
+            "seed": request.seed,
+            "versions": versions(),
+            "machine": machine_facts(),
+            "device": request.device,
+            "simulation": simulation,
+            "simulation_note": _simulation_note() if simulation else None,
+            "scenarios": [record(job.scenario, arms, request.device) for job, arms in jobs],
+            "planned": [plan.to_json() for job, _ in jobs for plan in job.trials],
+            "settings": list(request.settings),
+            "allow_skip": request.allow_skip,
+            "driver": {"pid": own.pid, "start_time_ticks": own.start_time_ticks},
+        },
+    )
+    error: str | None = None
+    absent = _absent(request)
+    try:
+        if absent is not None:
+            _skip(store, jobs, absent, simulation)
+        else:
+            Session(request, store, simulation).run([job for job, _ in jobs])
+    except KeyboardInterrupt:
+        pass  # what was not run is planned and missing, so the report says unknown
+    except (ClusterError, StoreError) as failure:
+        error = str(failure)
+    except Exception as failure:  # hangrig's own error must not cost the reports of what was run
+        error = f"{type(failure).__name__}: {failure}"
+        traceback.print_exc(file=sys.stderr)
+    store.finish(**({} if error is None else {"error": error}))
+    result = write_all(store.path, allow_skip=request.allow_skip)
+    show(result, sys.stderr)
+    return _outcome(store.path, result)
+
+
+def _simulation_note() -> str:
+    from harness.devices.sim import CANNOT_SHOW  # torch: only a run needs it
+
+    return CANNOT_SHOW
+
+
+def _absent(request: RunRequest) -> str | None:
+    """Why the device is not there; None when it is."""
+    if request.device == "sim":
+        return None
+    count = gather_facts(request.device, 1).device_count
+    if count:
+        return None
+    return f"no {request.device} device on this machine (hangrig doctor --device {request.device} says why)"
+
+
+def _skip(store: RunStore, jobs: Sequence[_Job], why: str, simulation: bool) -> None:
+    for job, _ in jobs:
+        for plan in job.trials:
+            trial = store.trial(plan.id)
+            write_json(trial.path / HISTORY, {"skipped": why})
+            known = context(plan.to_json(), job.scenario, store.path, simulation)
+            judge(trial, known, reference_path(store.path, plan.scenario, plan.seed))
+
+
+def _outcome(path: Path, result: Result) -> RunOutcome:
+    return RunOutcome(exit=result.exit, path=path, report=result.to_json())
+
+
+# A stored run ----------------------------------------------------------------------------------------------
+
+
+def _judge_stored(store: RunStore, *, only_unjudged: bool) -> None:
+    """Trials that left a directory. A run whose driver still lives is left alone."""
+    document = store.document
+    driver = document.get("driver")
+    if document.get("finished_utc") is None and driver is not None and alive(ProcessId(**driver)):
+        raise StoreError(store.path, f"the run is still going on (pid {driver['pid']}); wait for its end")
+    for entry in document["scenarios"]:
+        scenario = from_record(entry, device=document["device"])
+        for plan in _stored_plans(document, scenario):
+            folder = store.path / "trials" / plan["id"]
+            if not folder.is_dir() or (only_unjudged and (folder / "trial.json").exists()):
+                continue
+            judge(
+                store.trial(plan["id"]),
+                context(plan, scenario, store.path, bool(document["simulation"])),
+                reference_path(store.path, scenario.name, plan["seed"]),
+            )
+
+
+def _stored_plans(document: Mapping[str, Any], scenario: Scenario) -> list[dict[str, Any]]:
+    return [plan for plan in document.get("planned", []) if plan["scenario"] == scenario.name]
+
+
+def _choose(store: RunStore, trial: str | None) -> Mapping[str, Any]:
+    """The planned trial to run again."""
+    planned = {plan["id"]: plan for plan in store.document.get("planned", [])}
+    if not planned:
+        raise NothingToRun(f"{store.path}: run.json names no planned trials; run the scenario anew")
+    if trial is None:
+        judged = [entry.trial for entry in read_run(store.path).trials if entry.trial is not None]
+        bad = [entry["id"] for entry in judged if entry["verdict"] not in ("pass", "skipped")]
+        hung = [entry["id"] for entry in judged if entry["outcome"] in HANGS]
+        order = [one for one in planned if one in bad] or [one for one in planned if one in hung]
+        trial = (order or list(planned))[0]
+    if trial not in planned:
+        known = "\n  ".join(planned)
+        raise NothingToRun(f"{store.path} has no trial {trial!r}; it has:\n  {known}")
+    return dict(planned[trial])
+
+
+def _differences(document: Mapping[str, Any]) -> list[str]:
+    """Where this machine is not what the stored run saw."""
+    lines = []
+    for what, then, now in (
+        ("version", document.get("versions", {}), versions()),
+        ("machine", document.get("machine", {}), machine_facts()),
+    ):
+        for key in sorted({*then, *now}):
+            if then.get(key) != now.get(key):
+                lines.append(f"{what} of {key}: {then.get(key)} then, {now.get(key)} now")
+    return lines

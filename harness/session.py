@@ -1,0 +1,339 @@
+"""A run in progress: cluster and agents up, one trial after the other, everything down again.
+
+Order within a trial: ranks up, reference (once a scenario and seed), the trial, history onto the disk, hung ranks
+ended, judged. The first Ctrl-C ends the trial at hand with a capture, the second one at once; either way what
+was started is ended and what is known is stored.
+
+Not here: which trials a run has and its reports (``run.py``), the states of a trial (``controller.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from harness.agent_links import AgentOptions
+from harness.agents import Agents
+from harness.arms import TrialPlan
+from harness.cluster import Cluster, ClusterError, ClusterOptions, ExistingCluster, LocalCluster
+from harness.controller import Ended, Limits, Planned, State, TrialRun, history, latencies
+from harness.judge import HISTORY, TrialContext, journal_tokens, judge
+from harness.live import LiveView
+from harness.rank_pool import DeviceKind
+from harness.ranks import Ranks, Wanted
+from harness.request import RunRequest
+from harness.scenario_model import Scenario
+from harness.store import RunStore, TrialStore, safe_name, write_json
+from harness.target import RankProcess, TargetError, TrialSpec
+from harness.watchdog import WatchdogSettings
+from harness.watching import AgentWatch
+
+_START_S = 90.0
+"""Cluster, agents and couriers up."""
+_RANKS_S = 120.0
+"""All ranks up, weights loaded."""
+_END_S = 15.0
+_POLL_S = 0.02
+_CAPTURE_SLACK_S = 5.0
+_REFERENCE = {"pinned": "pageable", "symm_mem": "off", "graph": "off", "overlap": "off", "defect": "none"}
+"""The undisturbed reference: nothing runs ahead, nothing is captured, nothing is retracted on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One scenario's trials of this run."""
+
+    scenario: Scenario
+    trials: Sequence[TrialPlan]
+
+
+@dataclass(slots=True)
+class Interrupts:
+    """Ctrl-C and SIGTERM while a run is up: the first is a wish, the second an order."""
+
+    count: int = 0
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[Interrupts]:
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in before:
+            signal.signal(number, self._came)
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count > 1:
+            raise KeyboardInterrupt
+
+
+@dataclass(slots=True)
+class Session:
+    """Runs jobs into a store."""
+
+    request: RunRequest
+    store: RunStore
+    simulation: bool
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    _references: set[Path] = field(default_factory=set)
+    _dirty: str | None = None
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Raises ClusterError when nothing could be started."""
+        total = sum(len(job.trials) for job in jobs)
+        view = LiveView(total)
+        deadline_s = time.monotonic() + (self.request.time_budget_s or float("inf"))
+        world = max(job.scenario.target.ranks for job in jobs)
+        with self.interrupts.held(), self._up(world, view) as (agents, ranks):
+            for job in jobs:
+                for plan in job.trials:
+                    if self.interrupts.count or time.monotonic() > deadline_s:
+                        view.line("stopped early: the remaining trials were not run")
+                        return
+                    self._trial(job.scenario, plan, agents, ranks, view)
+
+    # Up and down -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _up(self, world: int, view: LiveView) -> Iterator[tuple[Agents, Ranks]]:
+        address = self.request.ray_address
+        scratch = None
+        cluster: Cluster
+        if address is None:
+            device = self.request.device
+            gpus, npus = world * (device == "cuda"), world * (device == "npu")
+            cluster = LocalCluster(ClusterOptions(workers=world, gpus=gpus, npus=npus))
+            scratch = cluster.folder / "ranks"
+        else:
+            cluster = ExistingCluster(address)
+            scratch = Path(tempfile.mkdtemp(prefix="hg-ranks-"))
+        agents = Agents(AgentOptions(capture_s=self._capture_s()))
+        view.line("starting Ray and the agents")
+        agents.start(cluster, _START_S)
+        ranks = Ranks(cluster, agents, scratch, start_s=_RANKS_S)
+        try:
+            yield agents, ranks
+        finally:
+            # The agents go last but one: should the driver die in here, they end the rest.
+            left = [*ranks.discard(_END_S), *agents.stop(_END_S), *cluster.stop(_END_S)]
+            shutil.rmtree(scratch, ignore_errors=True)
+            if left:
+                view.line(f"processes that would not die: {', '.join(str(entry.pid) for entry in left)}")
+
+    def _capture_s(self) -> float:
+        return max(scenario.watchdog.capture_s for scenario in self.request.scenarios)
+
+    # One trial -------------------------------------------------------------------------------------------
+
+    def _trial(
+        self, scenario: Scenario, plan: TrialPlan, agents: Agents, ranks: Ranks, view: LiveView
+    ) -> None:
+        store = self.store.trial(plan.id)
+        reference = reference_path(self.store.path, scenario.name, plan.seed)
+        facts: dict[str, Any]
+        try:
+            processes = ranks.ensure(_wanted(scenario, plan.device))
+            if reference not in self._references:
+                self._reference(scenario, plan, reference, agents, ranks, view)
+                processes = ranks.ensure(_wanted(scenario, plan.device))
+            ended = self._drive(scenario, plan, store, agents, ranks, processes, view)
+            facts = history(ended, processes)
+            self._store_results(store, ended)
+        except (ClusterError, TargetError) as error:
+            ended = Ended(0.0, TrialRun.NOTHING, finished=False, captured=False)
+            facts = {"unknown": f"the ranks could not be started: {error}"}
+        if self._dirty is not None:
+            facts["unknown"] = self._dirty
+        elif self.interrupts.count and not ended.finished:
+            facts["unknown"] = "interrupted"
+        elif ended.reason and not ended.captured and not ended.finished:
+            facts["unknown"] = ended.reason
+        write_json(store.path / HISTORY, facts)
+        if ended.captured:
+            self._hold(facts, view)
+        if not ended.finished or facts.get("leaks"):
+            left = ranks.discard(_END_S)
+            pids = ", ".join(str(entry.pid) for entry in left)
+            self._dirty = f"processes {pids} of an earlier trial would not die" if left else None
+        document = judge(
+            store, context(plan.to_json(), scenario, self.store.path, self.simulation), reference
+        )
+        store.event("judged", outcome=document["outcome"], verdict=document["verdict"])
+        view.end(_one_line(document))
+
+    def _drive(
+        self,
+        scenario: Scenario,
+        plan: TrialPlan,
+        store: TrialStore,
+        agents: Agents,
+        ranks: Ranks,
+        processes: Sequence[RankProcess],
+        view: LiveView,
+        *,
+        reference: bool = False,
+    ) -> Ended:
+        spec = _spec(scenario, plan, store, processes, reference=reference)
+        warm = ranks.trials > 0
+        watch = AgentWatch(agents, _settings(scenario, warm=warm), store.evidence)
+        limits = Limits(
+            trial_s=scenario.watchdog.trial_timeout_s,
+            capture_s=2 * scenario.watchdog.capture_s + _CAPTURE_SLACK_S,
+        )
+        title = f"{plan.scenario} {plan.arm_string} seed {plan.seed}"
+        ledgers = {rank: Path(path) for rank, path in spec.ledger_paths.items()}
+        view.begin(f"{title} (reference)" if reference else title, ledgers, counts=not reference)
+        store.event("started", ranks=[entry.pid for entry in processes], warm=warm)
+        trial = TrialRun(spec, ranks.target, watch, limits, processes)
+        state: State = Planned()
+        try:
+            while not isinstance(state, Ended):
+                before = type(state)
+                state = trial.step(state)
+                if type(state) is not before:
+                    store.event("state", state=type(state).__name__.lower())
+                if self.interrupts.count:
+                    state = trial.capture(state, "interrupted")
+                view.update(getattr(state, "suspect", None))
+                time.sleep(_POLL_S)  # the loop's pace; every state above has a deadline
+        except KeyboardInterrupt:
+            state = trial.give_up(state, "interrupted twice")
+        ranks.trials += 1
+        return state
+
+    def _reference(
+        self,
+        scenario: Scenario,
+        plan: TrialPlan,
+        path: Path,
+        agents: Agents,
+        ranks: Ranks,
+        view: LiveView,
+    ) -> None:
+        """Runs the scenario's requests of this seed undisturbed and stores their tokens."""
+        self._references.add(path)
+        folder = path.with_suffix("")
+        for name in ("ledger", "decisions", "evidence"):
+            (folder / name).mkdir(parents=True)
+        store = TrialStore(f"reference.{path.stem}", folder, self.store.path / "reference.jsonl")
+        processes = ranks.ensure(_wanted(scenario, plan.device))
+        ended = self._drive(scenario, plan, store, agents, ranks, processes, view, reference=True)
+        write_json(folder / HISTORY, history(ended, processes))
+        if ended.finished:
+            tokens = {k: v for r in ended.progress.done.values() for k, v in r.tokens.items()}
+            write_json(path, {"requests": {k: list(v) for k, v in tokens.items()}})
+            view.end("done")
+            shutil.rmtree(folder)
+            return
+        failed = "; ".join(text.splitlines()[-1] for text in ended.progress.failed.values())
+        why = ended.reason or failed or "it hung"
+        write_json(path, {"why": f"the reference did not finish: {why}"})
+        ranks.discard(_END_S)
+        view.end(f"did not finish: {why}")
+
+    def _store_results(self, store: TrialStore, ended: Ended) -> None:
+        done = ended.progress.done
+        if done:
+            store.write_latency(latencies(done))
+        if ended.finished:
+            store.write_tokens({k: v for result in done.values() for k, v in result.tokens.items()})
+        else:
+            store.write_tokens(journal_tokens(store.path))
+
+    def _hold(self, facts: Mapping[str, Any], view: LiveView) -> None:
+        """Keeps hung ranks for a debugger, if that was asked."""
+        if self.request.on_hang != "hold":
+            return
+        pids = ", ".join(f"rank {entry['rank']} pid {entry['pid']}" for entry in facts["ranks"])
+        hold_s = self.request.hold_s
+        until = f"for {hold_s:g} s, or" if hold_s is not None else ""
+        view.line(f"held {until} until Ctrl-C: {pids}")
+        deadline = time.monotonic() + (hold_s if hold_s is not None else float("inf"))
+        while time.monotonic() < deadline and not self.interrupts.count:
+            time.sleep(_POLL_S)
+
+
+def reference_path(run: Path, scenario: str, seed: int) -> Path:
+    """Tokens of the undisturbed reference of one scenario and seed."""
+    return run / "reference" / f"{safe_name(scenario)}.seed-{seed}.json"
+
+
+def context(planned: Mapping[str, Any], scenario: Scenario, run: Path, simulation: bool) -> TrialContext:
+    """``planned``: ``TrialPlan.to_json()``."""
+    return TrialContext(
+        planned=planned,
+        target=scenario.target.name,
+        world=scenario.target.ranks,
+        simulation=simulation,
+        retractions_required=scenario.require.retractions,
+        rerun=f"hangrig rerun {run} {planned['id']}",
+    )
+
+
+def _wanted(scenario: Scenario, device: str) -> Wanted:
+    kind: DeviceKind = device  # type: ignore[assignment]  # validated by the request
+    model = scenario.model.model_dump()
+    timeout_s = scenario.engine.step_timeout_s
+    return Wanted(scenario.target.name, scenario.target.ranks, kind, model, timeout_s)
+
+
+def _spec(
+    scenario: Scenario,
+    plan: TrialPlan,
+    store: TrialStore,
+    ranks: Sequence[RankProcess],
+    *,
+    reference: bool,
+) -> TrialSpec:
+    numbers = [entry.rank for entry in ranks]
+    (store.path / "tokens").mkdir(exist_ok=True)
+    sim = scenario.sim.model_dump()
+    sim["defects"] = [] if reference else plan.to_json()["defects"]
+    engine = scenario.engine.model_dump()
+    jitter = scenario.jitter.model_dump()
+    if reference:
+        engine["retract_every"] = 0
+        jitter["probability"] = 0.0
+    return TrialSpec(
+        id=store.id,
+        seed=plan.seed,
+        toggles=plan.toggles | _REFERENCE if reference else plan.toggles,
+        model=scenario.model.model_dump(),
+        engine=engine,
+        workload=scenario.workload.model_dump(),
+        sim=sim,
+        jitter=jitter,
+        ledger_paths={rank: str(store.ledger_path(rank)) for rank in numbers},
+        decisions_paths={rank: str(store.decisions_path(rank)) for rank in numbers},
+        journal_paths={rank: str(store.path / "tokens" / f"rank{rank}.jsonl") for rank in numbers},
+        timeout_s=scenario.engine.step_timeout_s,
+        nodes={entry.rank: entry.node for entry in ranks},
+    )
+
+
+def _settings(scenario: Scenario, *, warm: bool) -> WatchdogSettings:
+    """Ranks that have been through a trial are warm: their first steps compile nothing."""
+    names = {entry.name for entry in dataclasses.fields(WatchdogSettings)}
+    settings = WatchdogSettings(
+        **{name: value for name, value in scenario.watchdog.model_dump().items() if name in names}
+    )
+    return dataclasses.replace(settings, warm_steps=0) if warm else settings
+
+
+def _one_line(document: Mapping[str, Any]) -> str:
+    """The end of a trial for the log: outcome, verdict, and the first check that did not pass."""
+    text = f"{document['outcome']} in {document['duration_s']:.1f} s, {document['verdict']}"
+    bad = [one for one in document["checks"] if one["verdict"] in ("fail", "unknown")]
+    return f"{text}: {bad[0]['name']}: {bad[0]['reason']}" if bad else text
