@@ -21,8 +21,8 @@ from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
 
-from harness.cli_text import doctor_lines, outcome_lines, plan, plan_lines
-from harness.request import OnHang, RunOutcome, RunRequest
+from harness.cli_text import doctor_lines, plan, plan_lines
+from harness.request import NothingToRun, OnHang, RunOutcome, RunRequest
 from harness.scenario import (
     Scenario,
     ScenarioError,
@@ -78,7 +78,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     def guard(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except ScenarioError as error:
+        except (ScenarioError, NothingToRun) as error:
             fail_usage(str(error))
         except StoreError as error:
             say(f"hangrig: {error}")
@@ -192,7 +192,11 @@ def leave(document: dict[str, Any], text: str, status: int, as_json: bool) -> No
 
 def finish(outcome: RunOutcome, as_json: bool) -> NoReturn:
     """Prints what came of a run and leaves with its status."""
-    leave(outcome.report, "\n".join(outcome_lines(outcome)), outcome.exit, as_json)
+    if outcome.show is not None:
+        outcome.show(sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print_json(outcome.report)
+    raise typer.Exit(outcome.exit)
 
 
 def print_plan(request: RunRequest) -> None:
@@ -220,7 +224,6 @@ def run_command(
     trials: Annotated[int | None, typer.Option(min=1, help="Per arm; the scenario's count else.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first trial; trial i has seed + i.")] = 0,
     time_budget: Annotated[str | None, typer.Option(metavar="2h", help="Starts no trial after it.")] = None,
-    faults: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A file of faults.")] = None,
     on_hang: OnHangOption = "end",
     ray_address: Annotated[str | None, typer.Option(metavar="A", help="A Ray cluster that runs.")] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where runs are stored.")] = Path("runs"),
@@ -229,9 +232,6 @@ def run_command(
     as_json: Json = False,
 ) -> None:
     """Runs scenarios: N trials per arm, watched, diagnosed and reported."""
-    for file in faults or ():
-        if not file.is_file():
-            raise typer.BadParameter(f"{file} is no file", param_hint="--faults")
     action, hold_s = parse_on_hang(on_hang)
     request = RunRequest(
         scenarios=load_scenarios(scenarios, settings or (), device),
@@ -243,7 +243,6 @@ def run_command(
         on_hang=action,
         hold_s=hold_s,
         ray_address=ray_address,
-        faults_files=tuple(faults or ()),
         allow_skip=allow_skip,
         json=as_json,
         time_budget_s=None if time_budget is None else parse_duration_s(time_budget),
@@ -270,9 +269,6 @@ def rerun_command(
 ) -> None:
     """The same trial again; without TRIAL the first not passed, else the first hang, else the first."""
     path = run_folder(run_path)
-    if trial is not None and not (path / "trials" / trial).is_dir():
-        known = sorted(folder.name for folder in (path / "trials").iterdir())
-        fail_usage(f"{path} has no trial {trial!r}; it has: {', '.join(known) or 'none'}")
     action, hold_s = parse_on_hang(on_hang)
     overrides: dict[str, Any] = {
         "on_hang": action,

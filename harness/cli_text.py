@@ -1,4 +1,4 @@
-"""What commands print for people: the end of a run, and the plan of one.
+"""What commands print for people: the plan of a run, and whether a machine is ready.
 
 Here: pure text, a list of lines each. Not here: reports (`reports`), options and exit statuses (`cli.py`).
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.arms import ArmPlan, TrialPlan, arm_string, expand, plan_arms
+from harness.arms import ArmPlan, TrialPlan, expand, plan_arms
 from harness.doctor import DoctorReport
-from harness.request import RunOutcome, RunRequest
+from harness.request import RunRequest
 from harness.scenario_model import Scenario
 from harness.toggles import gather_facts
 
@@ -29,29 +29,6 @@ def plan(scenario: Scenario, request: RunRequest) -> Plan:
     facts = gather_facts(request.device, scenario.target.ranks)
     arms = plan_arms(scenario, request.device, facts)
     return Plan(scenario, arms, expand(scenario, request.device, request.trials, request.seed, facts))
-
-
-def outcome_lines(outcome: RunOutcome) -> list[str]:
-    """Verdict, rate and signature of a run, where its report is, and how to see it again."""
-    report = outcome.report
-    lines = []
-    for scenario in report.get("scenarios", ()):
-        lines.append(f"{scenario['name']}: {scenario['verdict']}")
-        for arm in scenario["arms"]:
-            name = arm_string(arm["arm"])
-            if arm.get("same_as"):
-                lines.append(f"  {name}: the same as {arm['same_as']}")
-                continue
-            hangs = arm["hangs"]
-            seen = f"{arm['observation']}, {hangs['k']} of {hangs['n']} hung"
-            lines.append(f"  {name}: {arm['verdict']} (expected {arm['expected']}, saw {seen})")
-    for found in report.get("signatures", ()):
-        lines.append(f"signature {found['signature']}: {found['mechanism']}, {found['count']} times")
-    if report.get("simulation"):
-        lines.append("simulated: this says nothing about hardware")
-    lines.append(f"report: {outcome.path / 'report.html'}")
-    lines.append(f"again: hangrig rerun {outcome.path}")
-    return lines
 
 
 def doctor_lines(report: DoctorReport) -> list[str]:

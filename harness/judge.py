@@ -41,8 +41,8 @@ class TrialContext:
 def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str, Any]:
     """Writes diagnosis.json (unless the trial was healthy), evidence/merged.json and trial.json; returns the
     last. Raises StoreError when the disk refuses."""
-    history = _history(store.path)
     stored = read_trial(store.path)
+    history = _with_decisions(_history(store.path), stored)
     diagnosis = _diagnose(stored, history, context)
     outcome, why = _outcome(history, diagnosis)
     tokens = stored.tokens or journal_tokens(store.path)
@@ -120,6 +120,16 @@ def _history(trial: Path) -> dict[str, Any]:
     return document
 
 
+def _with_decisions(history: dict[str, Any], stored: StoredTrial) -> dict[str, Any]:
+    """Of a trial that brought no result home: steps and retractions as the ranks' decision files have them."""
+    if history.get("finished"):
+        return history
+    files = [stored.decisions(rank)[0] for rank in stored.decision_ranks()]
+    retracted = sum(len(record.get("retracted", ())) for file in files for record in file)
+    steps = max((record.get("step", 0) for file in files for record in file), default=0)
+    return {**history, "steps": steps, "retractions": retracted}
+
+
 def _reference(path: Path) -> tuple[dict[str, list[int]] | None, str]:
     try:
         document = json.loads(path.read_bytes())
@@ -158,7 +168,9 @@ def evidence_of(stored: StoredTrial, history: Document, context: TrialContext) -
     done = {int(rank) for rank in history.get("done", [])}
     taken = {entry["index"]: entry["taken_s"] for entry in manifest.get("samples", [])}
     missing = [Missing(entry["what"], entry["why"]) for entry in manifest.get("missing", [])]
-    missing += [Missing("stored files", problem) for problem in stored.problems]
+    # trial.json is what this is about to make.
+    damaged = [problem for problem in stored.problems if not problem.startswith("trial.json")]
+    missing += [Missing("stored files", problem) for problem in damaged]
     samples = []
     for sample in stored.samples:
         processes = {entry["rank"]: entry for entry in (sample.processes or {}).get("ranks", [])}

@@ -40,7 +40,7 @@ class LiveView:
 
     def line(self, text: str) -> None:
         """One line that stays."""
-        self._console.print(Text(text))
+        self._console.print(Text(text), soft_wrap=True)
 
     def begin(self, title: str, ledgers: Mapping[int, Path], *, counts: bool = True) -> None:
         """A trial starts. ``counts`` False: a reference, which is not one of the run's trials."""

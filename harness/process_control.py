@@ -129,7 +129,7 @@ def marked_with(name: str, value: str) -> list[ProcessId]:
             continue
         if mark in environment.split(b"\0") and not stat.gone:
             found.append(stat.id)
-    return found
+    return sorted(found)
 
 
 def send(process: ProcessId, number: signal.Signals) -> bool:

@@ -5,13 +5,18 @@ Here: two records without behaviour. Not here: parsing of options and running.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from harness.scenario_model import Scenario
 
 OnHang = Literal["end", "hold"]
+
+
+class NothingToRun(ValueError):
+    """The request has no trial: a rerun of a trial that the run never planned, for example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,6 @@ class RunRequest:
     hold_s: float | None = None
     """How long ranks are kept for a debugger after a capture; None is until they are ended by hand."""
     ray_address: str | None = None
-    faults_files: tuple[Path, ...] = ()
     allow_skip: bool = False
     json: bool = False
     """Nothing but the report may go to standard output."""
@@ -47,3 +51,5 @@ class RunOutcome:
     exit: int
     path: Path
     report: dict[str, Any] = field(default_factory=dict)
+    show: Callable[[IO[str]], None] | None = None
+    """Writes the result for a person to a stream."""

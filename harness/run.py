@@ -9,6 +9,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from harness.cluster import ClusterError
 from harness.judge import HISTORY, judge
 from harness.machine import machine_facts, versions
 from harness.process_control import ProcessId, alive, myself
-from harness.request import RunOutcome, RunRequest
+from harness.request import NothingToRun, RunOutcome, RunRequest
 from harness.scenario import from_record, record
 from harness.scenario_model import Scenario
 from harness.session import Job, Session, context, reference_path
@@ -27,10 +28,6 @@ from harness.toggles import Facts, gather_facts
 from reports import write_all
 from reports.model import Result
 from reports.terminal import show
-
-
-class NothingToRun(ValueError):
-    """The request has no trial: a rerun of a trial that the run never planned, for example."""
 
 
 def run(request: RunRequest) -> RunOutcome:
@@ -132,7 +129,6 @@ def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
         traceback.print_exc(file=sys.stderr)
     store.finish(**({} if error is None else {"error": error}))
     result = write_all(store.path, allow_skip=request.allow_skip)
-    show(result, sys.stderr)
     return _outcome(store.path, result)
 
 
@@ -162,7 +158,7 @@ def _skip(store: RunStore, jobs: Sequence[_Job], why: str, simulation: bool) -> 
 
 
 def _outcome(path: Path, result: Result) -> RunOutcome:
-    return RunOutcome(exit=result.exit, path=path, report=result.to_json())
+    return RunOutcome(result.exit, path, result.to_json(), partial(show, result))
 
 
 # A stored run ----------------------------------------------------------------------------------------------

@@ -137,11 +137,21 @@ def living(processes: Sequence[Sequence[int]]) -> list[ProcessId]:
 
 
 def start_driver(mode: str, folder: Path) -> tuple[subprocess.Popen[str], dict[str, Any]]:
-    """Runs this file as a driver; returns it with what it said when its ranks were hung."""
+    """Runs this file as a driver; returns it with what it said when its ranks were hung.
+
+    Its agents' spools lie under ``folder/tmp``.
+    """
+    (folder / "tmp").mkdir()
     driver = subprocess.Popen(
         [sys.executable, __file__, mode, str(folder)],
         # Of its own: without, it would join this process's, and a cluster of others could not be tried.
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t" * 32},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(folder / "tmp"),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": "t" * 32,
+        },
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -183,6 +193,12 @@ def drive(folder: Path) -> None:
 
 def drive_two_nodes(folder: Path) -> None:
     """Two raylets on this machine that somebody else runs; one rank and one agent on each; a hang."""
+    with tempfile.TemporaryDirectory(prefix="hg-two-", dir="/tmp") as short:
+        os.environ["RAY_TMPDIR"] = short
+        _drive_two_nodes(folder)
+
+
+def _drive_two_nodes(folder: Path) -> None:
     from ray.cluster_utils import Cluster
 
     theirs = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -205,7 +221,7 @@ def drive_two_nodes(folder: Path) -> None:
 
         until(captured, "the evidence of two nodes")
         processes = [(r.pid, r.start_time_ticks) for r in ranks]
-        spools = sorted(str(path) for path in Path(tempfile.gettempdir()).glob("hg-agent-*"))
+        spools = len(list(Path(tempfile.gettempdir()).glob("hg-agent-*")))
         for node in here:
             pid = agents.pid_on(node.name)
             processes.append((pid, process_control.start_time_ticks(pid) or 0))

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import harness
 from harness import cli
 from harness.cli import app, parse_duration_s, parse_on_hang
-from harness.request import RunOutcome, RunRequest
+from harness.request import NothingToRun, RunOutcome, RunRequest
 from harness.scenario import ScenarioError
 from harness.store import StoreError, load_schema
 
@@ -62,7 +62,7 @@ class Run:
         self.asked.append(asked)
         if self.error is not None:
             raise self.error
-        return RunOutcome(self.status, Path("runs/x"), REPORT)
+        return RunOutcome(self.status, Path("runs/x"), REPORT, lambda stream: print("SHOWN", file=stream))
 
     run = rerun = report = recheck = answer
 
@@ -117,7 +117,6 @@ def test_no_command_is_promised_that_does_not_work() -> None:
         (["run", "dp-retract", "--seed", "-1"], "--seed"),
         (["run", "dp-retract", "--on-hang", "keep"], "hold=30m"),
         (["run", "dp-retract", "--time-budget", "long"], "1h30m"),
-        (["run", "dp-retract", "--faults", "/none.py"], "is no file"),
         (["run", "dp-retract", "--set", "target.name=none"], "target.name=none: is not installed"),
         (["report", "/none"], "does not exist"),
         (["rerun", "/none"], "does not exist"),
@@ -167,11 +166,9 @@ def test_the_status_of_a_run_is_handed_on(runs: Run, status: int) -> None:
 
 
 def test_options_reach_the_run(runs: Run, tmp_path: Path) -> None:
-    faults = tmp_path / "faults.py"
-    faults.touch()
     done = call(
         "run", "dp-retract", "dp-idle-burst", "--set", "trials.count=9", "--trials", "2", "--seed", "5",
-        "--time-budget", "2h", "--faults", str(faults), "--on-hang", "hold=1m", "--ray-address", "a:1",
+        "--time-budget", "2h", "--on-hang", "hold=1m", "--ray-address", "a:1",
         "--out", str(tmp_path), "--allow-skip", "--json",
     )  # fmt: skip
     assert done.exit_code == 0
@@ -181,21 +178,26 @@ def test_options_reach_the_run(runs: Run, tmp_path: Path) -> None:
     assert {scenario.trials.count for scenario in request.scenarios} == {9}
     assert (request.trials, request.seed, request.time_budget_s) == (2, 5, 7200)
     assert (request.on_hang, request.hold_s, request.ray_address) == ("hold", 60, "a:1")
-    assert (request.out, request.faults_files) == (tmp_path, (faults,))
+    assert request.out == tmp_path
     assert request.allow_skip and request.json and request.device == "sim"
     assert request.settings == ("trials.count=9",)
 
 
-def test_json_is_one_document_and_nothing_else(runs: Run) -> None:
-    assert json.loads(call("run", "dp-retract", "--json").stdout) == REPORT
+def test_json_is_one_document_and_people_read_standard_error(runs: Run) -> None:
+    done = call("run", "dp-retract", "--json")
+    assert json.loads(done.stdout) == REPORT
+    assert done.stderr == "SHOWN\n"
 
 
-def test_people_read_verdict_rate_and_how_to_see_it_again(runs: Run) -> None:
-    said = call("run", "dp-retract").stdout
-    assert "pinned=pageable: pass (expected never, saw never, 0 of 3 hung)" in said
-    assert "pinned=pinned: the same as pinned=pageable" in said
-    assert "says nothing about hardware" in said
-    assert "again: hangrig rerun runs/x" in said
+def test_people_read_the_result_once(runs: Run) -> None:
+    done = call("run", "dp-retract")
+    assert done.stdout == "SHOWN\n" and done.stderr == ""
+
+
+def test_a_trial_that_the_run_never_planned_is_bad_usage(runs: Run, stored: Path) -> None:
+    runs.error = NothingToRun("no trial 'x'; it has: y")
+    done = call("rerun", str(stored), "x")
+    assert done.exit_code == 2 and "it has: y" in done.stderr
 
 
 def test_an_error_of_its_own_exits_70(runs: Run) -> None:
@@ -253,12 +255,6 @@ def test_rerun_names_the_trial(runs: Run, stored: Path) -> None:
     assert (path, asked, overrides["on_hang"]) == (stored.resolve(), trial, "hold")
     assert call("rerun", str(stored)).exit_code == 0
     assert runs.asked[1][1] is None
-
-
-def test_rerun_of_a_trial_that_is_not_there(runs: Run, stored: Path) -> None:
-    done = call("rerun", str(stored), "nope")
-    assert done.exit_code == 2 and "has no trial 'nope'; it has: " in done.stderr
-    assert runs.asked == []
 
 
 @pytest.mark.parametrize("command", ["report", "recheck"])
