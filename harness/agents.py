@@ -205,6 +205,8 @@ class Agents:
         station = self._stations[view.node]
         if view.complete or not _captured(view) or self._evidence is None:
             return view
+        if view.status is None or view.status.evidence is None:
+            return view  # it reached no disk there, so there is nothing to fetch
         problem = station.link.fetch(self._evidence, station.node)
         station.fetched = problem is None
         return AgentStatus(view.node, view.status, problem, station.fetched)

@@ -24,7 +24,8 @@ class WatchdogSettings:
     floor_s: float = 1.5
     """No budget is shorter. A stop that is continued within this time is nothing."""
     ceiling_s: float = 30.0
-    """No learned budget is longer; also what a warm rank gets in a phase that nobody has left yet."""
+    """No learned budget is longer; also what a warm rank gets in a phase that nobody has left yet, until it
+    has settled."""
     budget_multiple: float = 8.0
     """A learned budget is this multiple of the tail (99th percentile) of the pauses seen in that phase."""
     startup_s: float = 60.0
@@ -32,6 +33,8 @@ class WatchdogSettings:
     ceiling."""
     warm_steps: int = 20
     """A rank that moved by this many steps is no longer cold."""
+    settled_steps: int = 20
+    """After so many steps in one trial the pauses of all phases together speak for one that it never left."""
     patient_phases: frozenset[str] = frozenset(
         {"startup", "load", "warmup", "capture", "compile", "register"}
     )
@@ -77,10 +80,12 @@ class Budgets:
         """The rank stood still for ``gap_s`` while in ``phase``, and went on."""
         self._gaps.setdefault(phase, deque(maxlen=_GAPS_KEPT)).append(gap_s)
 
-    def budget_s(self, phase: str, *, warm: bool, left_by_others: bool) -> float:
+    def budget_s(self, phase: str, *, warm: bool, settled: bool, left_by_others: bool) -> float:
         """Seconds that the rank may stand still in ``phase`` now.
 
-        ``warm``: it has made ``warm_steps``. ``left_by_others``: another rank has come through this phase.
+        ``warm``: it has made ``warm_steps``. ``settled``: it has made ``settled_steps``, so its usual pauses
+        are known; a phase that it was never seen to leave was too short for the samples. ``left_by_others``:
+        another rank has come through this phase.
         """
         settings = self._settings
         if phase in settings.patient_phases:
@@ -89,9 +94,11 @@ class Budgets:
             return self._learned_s(list(self._gaps.get(phase, ())))
         if not warm:
             return max(settings.startup_s, settings.floor_s)
-        if left_by_others:
-            return self._learned_s([gap for gaps in self._gaps.values() for gap in gaps])
-        return settings.ceiling_s
+        return self.pause_s() if left_by_others or settled else settings.ceiling_s
+
+    def pause_s(self) -> float:
+        """Learned from the pauses of all phases together."""
+        return self._learned_s([gap for gaps in self._gaps.values() for gap in gaps])
 
     def _learned_s(self, gaps: list[float]) -> float:
         settings = self._settings

@@ -46,6 +46,8 @@ __all__ = [
 ]
 
 PROCESSES_SCHEMA = 1
+PY_SPY = "HANGRIG_PY_SPY"
+"""Environment variable with the path of a py-spy, as one with a capability that only it has."""
 LOG_TAIL_BYTES = 64 << 10
 
 # Shares of the deadline. Plain stacks come first and take 33 ms a process when all is well; what a hung
@@ -110,7 +112,10 @@ class CaptureReport:
 
 
 def find_py_spy() -> Path | None:
-    """The py-spy of this environment, else the one on PATH."""
+    """The one that ``HANGRIG_PY_SPY`` names, else the py-spy of this environment, else the one on PATH."""
+    named = os.environ.get(PY_SPY)
+    if named:
+        return Path(named)  # also when it is not there: running it says so, and the evidence lists it
     beside = Path(sys.executable).parent
     found = shutil.which("py-spy", path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
     return None if found is None else Path(found)

@@ -170,7 +170,8 @@ class TrialRun:
 
     def _mark(self, progress: Progress) -> None:
         for rank in (*progress.done, *progress.failed):
-            if rank not in self._marked:
+            # A dead rank has not answered: the agents are to find it dead, not done.
+            if rank not in self._marked and rank not in progress.died:
                 self._marked.add(rank)
                 self._watch.mark_done(rank)
 
@@ -197,6 +198,7 @@ def history(ended: Ended, ranks: Sequence[RankProcess]) -> dict[str, Any]:
         "duration_s": ended.duration_s,
         "done": sorted(ended.progress.done),
         "failed": {str(rank): text for rank, text in sorted(ended.progress.failed.items())},
+        "died": sorted(ended.progress.died),
         "ranks": [
             {"rank": entry.rank, "role": entry.role, "node": entry.node, "pid": entry.pid} for entry in ranks
         ],

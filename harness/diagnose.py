@@ -32,6 +32,7 @@ from harness.diagnosis_collectives import (
     raised,
     still_waits,
     wait_facts,
+    waits_of_the_living,
 )
 from harness.diagnosis_model import (
     Cause,
@@ -130,8 +131,9 @@ def _dead(case: Case) -> Cause | None:
     # A rank that died of another's doing is named only when no other can have done it.
     decided = not symptoms or before.only_left(())
     facts = [_dead_fact(first)]
+    facts += first.last_words()
     facts += [_dead_fact(view) for view in dead if view is not first]
-    found = [wait for wait in still_waits(case) if first.rank in wait.members]
+    found = [wait for wait in waits_of_the_living(case) if first.rank in wait.members]
     for wait in found:
         facts += wait_facts(case, wait)
     return Cause(
@@ -187,7 +189,7 @@ def _stopped(case: Case) -> Cause | None:
             Fact(f"rank {view.rank}: its process (pid {view.pid}) is stopped {often}", view.condition_path)
         )
         facts += view.doing()
-    found = still_waits(case)
+    found = waits_of_the_living(case)
     for wait in found:
         facts += wait_facts(case, wait)
     return Cause(

@@ -1,5 +1,7 @@
 """The evidence of a capture arranged by rank, and how facts about a rank are worded. Pure.
 
+Places in code are worded in ``diagnosis_places.py``.
+
 Nothing is concluded here beyond one rank's own condition: that it moved, stands still, is stopped or gone.
 """
 
@@ -11,18 +13,19 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from harness.diagnosis_model import Evidence, Fact, Missing, Operation, RankEvidence
+from harness.diagnosis_places import host_place, stream_places
 from harness.ledger_snapshot import OpRecord, Snapshot, StreamState
-from harness.stacks import Frame, ProcessStacks, wait_frames
-from harness.stillness import host_thread, left_place
+from harness.lost_records import graph_of, replay_number
+from harness.stacks import Frame, ProcessStacks
+from harness.stillness import host_thread, left_place, streams_unknown
 
 Condition: TypeAlias = Literal["alive", "stopped", "dead", "unknown"]
 
 PARKED = "parked"
-STALE_STAMP_S = 1.0
-"""A stream whose completing side has not looked for so long is in an unknown state."""
-
 _DEAD = frozenset({"dead", "missing", "z", "x"})
 _STOPPED = frozenset({"stopped", "t"})
+_DEATH_NOTICE = re.compile(r"ActorDiedError|WorkerCrashedError|worker process has died", re.IGNORECASE)
+"""What a driver is told instead of a rank's answer when the process ended: no exception of the rank's."""
 _SYMPTOM = re.compile(
     r"time[d ]?\s?-?out|deadline|connection|reset by peer|broken pipe|closed|refused|enforcenotmet|gloo|"
     r"nccl|hccl|backenderror|commerror|agreementerror|ei0002|different steps",
@@ -32,7 +35,8 @@ _SYMPTOM = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One rank over all samples. ``moved`` None: not known, for want of two readable ledgers."""
+    """One rank over all samples. ``moved`` None: not known, for want of two readable ledgers. A driver that was
+    told of the rank's death counts as no exception, and the rank's task as not done."""
 
     rank: int
     snapshot: Snapshot | None
@@ -111,10 +115,7 @@ class View:
 
     def streams_unknown(self) -> bool:
         """No completing side has looked for a while: the monitor cannot run, so the host is the suspect."""
-        if self.snapshot is None or not self.snapshot.streams:
-            return False
-        newest_ns = max(stream.stamp_ns for stream in self.snapshot.streams.values())
-        return self.snapshot.taken_ns - newest_ns > STALE_STAMP_S * 1e9
+        return self.snapshot is not None and streams_unknown(self.snapshot)
 
     # Words -----------------------------------------------------------------------------------------------
 
@@ -124,21 +125,20 @@ class View:
             return Fact(f"rank {self.rank}: no readable ledger", self.condition_path)
         host = self.snapshot.host
         since_s = max(0.0, (self.snapshot.taken_ns - host.since_ns) / 1e9)
-        where = self.host_frame()
-        place = f", in {where.words()}" if where is not None else ""
-        caller = self._waiting_caller()
-        place += f" under {caller.words()}" if caller is not None else ""
+        place = host_place(self.stacks) if self.stacks is not None else ""
         fact = (
             f"rank {self.rank}: the host stands in phase {host.phase!r} of step {host.step} "
-            f"since {since_s:.2f} s{place}"
+            f"since {since_s:.2f} s{', in ' if place else ''}{place}"
         )
-        return Fact(fact, self.stacks_path if where is not None else self.ledger_path)
+        return Fact(fact, self.stacks_path if place else self.ledger_path)
 
-    def _waiting_caller(self) -> Frame | None:
-        """The code that went into the wait in which the host is; None when it is in none."""
-        thread = None if self.stacks is None else host_thread(self.stacks)
-        waiting = () if thread is None else wait_frames(thread)
-        return thread.frames[len(waiting)] if thread and 0 < len(waiting) < len(thread.frames) else None
+    def last_words(self) -> tuple[Fact, ...]:
+        """How the ledger of a process that is gone ends."""
+        if self.snapshot is None:
+            return ()
+        host = self.snapshot.host
+        fact = f"rank {self.rank}: its ledger ends in phase {host.phase!r} of step {host.step}"
+        return (Fact(fact, self.ledger_path),)
 
     def host_frame(self) -> Frame | None:
         """The innermost frame of the host thread."""
@@ -150,10 +150,17 @@ class View:
         if operation is None:
             return None
         fact = (
-            f"rank {self.rank}: {name} has not finished {operation.label} (number {operation.sequence}, "
-            f"enqueued at {operation.site or 'an unknown place'}) since {operation.pending_s:.2f} s"
+            f"rank {self.rank}: {name} has not finished {operation.label}{self._which_replay(name)} since "
+            f"{operation.pending_s:.2f} s (operation {operation.sequence} of the stream, enqueued at "
+            f"{operation.site or 'an unknown place'})"
         )
         return Fact(fact, self.ledger_path)
+
+    def _which_replay(self, stream: str) -> str:
+        oldest = self.oldest(stream)
+        graph = graph_of(oldest) if oldest is not None and stream == "compute" else ""
+        number = replay_number(self.snapshot, graph) if self.snapshot is not None else 0
+        return f", replay {number} of that graph," if number else ""
 
     def doing(self) -> tuple[Fact, ...]:
         """Host first, then the stream that matters most."""
@@ -170,15 +177,9 @@ class View:
 
     def stack_facts(self) -> tuple[Fact, ...]:
         """Where the stream threads of a simulated device stand. They decide nothing: hardware has none."""
-        if self.stacks is None:
-            return ()
-        return tuple(
-            Fact(
-                f"rank {self.rank}: thread of {thread.role} stands in {thread.frames[0].name}",
-                self.stacks_path,
-            )
-            for thread in self.stacks.threads
-            if thread.role in ("compute", "copy", "comm", "update") and thread.frames
+        places = stream_places(self.stacks) if self.stacks is not None else ""
+        return (
+            (Fact(f"rank {self.rank}: its simulated streams: {places}", self.stacks_path),) if places else ()
         )
 
 
@@ -269,9 +270,13 @@ def _view(evidence: Evidence, rank: int) -> View:
     ledgers = [(position, one.snapshot) for position, one in found if one.snapshot is not None]
     stacks = [(position, one.stacks) for position, one in found if one.stacks is not None]
     states = [(position, _condition(one.state)) for position, one in found if one.state]
+    exception = evidence.exceptions.get(rank) or next(
+        (one.exception for _, one in reversed(found) if one.exception), None
+    )
+    death_told = exception is not None and _DEATH_NOTICE.search(exception) is not None
     last = len(evidence.samples) - 1
     snapshot = ledgers[-1][1] if ledgers else None
-    condition = states[-1][1] if states else "unknown"
+    condition = states[-1][1] if states else "dead" if death_told else "unknown"
     at = states[-1][0] if states else max(last, 0)
     folder = _folder(evidence, at) if evidence.samples else "evidence"
     pid = next((one.pid for _, one in reversed(found) if one.pid is not None), None)
@@ -289,9 +294,8 @@ def _view(evidence: Evidence, rank: int) -> View:
         first_dead=next((position for position, state in states if state == "dead"), last + 1),
         stopped_twice=sum(state == "stopped" for _, state in states) > 1,
         exit=next((one.exit for _, one in reversed(found) if one.exit), None),
-        exception=evidence.exceptions.get(rank)
-        or next((one.exception for _, one in reversed(found) if one.exception), None),
-        done=any(one.task_done for _, one in found),
+        exception=None if death_told else exception,
+        done=any(one.task_done for _, one in found) and not death_told,
         pid=pid if pid is not None else (header.pid if header is not None else 0),
         node=next((one.node for _, one in found if one.node), header.node if header is not None else ""),
         device=header.device if header is not None else next((o.device for _, o in found if o.device), None),

@@ -10,12 +10,13 @@ Blame needs the whole picture: where a member's ledger is missing, the wait is r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from harness.diagnosis_case import Case, View
 from harness.diagnosis_model import Cause, Collective, Confidence, Fact, Mechanism, Mismatch
 from harness.ledger_snapshot import Snapshot
-from harness.waits import Side, Wait, cycle_in, describe, wait_edges, waits
+from harness.waits import GRAPH_PREFIX, Side, Wait, cycle_in, describe, wait_edges, waits
 
 AGREEMENT_GROUPS = ("agree",)
 """Groups that every rank enters once in every step: their counts can be held against the steps."""
@@ -170,6 +171,16 @@ def still_waits(case: Case) -> tuple[Wait, ...]:
     return tuple(sorted(found, key=lambda wait: (not wait.missing, not wait.late, wait.group)))
 
 
+def waits_of_the_living(case: Case) -> tuple[Wait, ...]:
+    """Waits as those live through them that are neither gone nor stopped, whoever else is inside."""
+    found = []
+    for wait in waits(case.snapshots()):
+        living = tuple(rank for rank in wait.waiting if case.views[rank].condition == "alive")
+        if living and not any(case.views[rank].moved for rank in living):
+            found.append(replace(wait, waiting=living))
+    return tuple(found)
+
+
 def collective(wait: Wait, with_mismatch: Mismatch | None = None) -> Collective:
     return Collective(
         wait.group, wait.sequence, wait.operation, wait.waiting, wait.missing, mismatch=with_mismatch
@@ -179,6 +190,8 @@ def collective(wait: Wait, with_mismatch: Mismatch | None = None) -> Collective:
 def wait_facts(case: Case, wait: Wait) -> list[Fact]:
     """Who is inside, who never came, and whose ledger would tell more."""
     what = f"{wait.operation} {wait.sequence} of group {wait.group}"
+    if wait.operation.startswith(GRAPH_PREFIX):
+        what = f"collective {wait.sequence} of group {wait.group}, part of {wait.operation},"
     facts = [Fact(f"rank {rank} is in {what} and waits", _path(case, rank)) for rank in wait.waiting]
     for rank in wait.missing:
         snapshot = case.views[rank].snapshot

@@ -13,38 +13,45 @@ from __future__ import annotations
 
 from harness.diagnosis_case import Case, View
 from harness.diagnosis_model import Cause, Fact
-from harness.ledger_snapshot import ExternalState, OpRecord
+from harness.ledger_snapshot import OpRecord
+from harness.lost_records import (
+    DRAIN_PHASE,
+    RESULT_PHASE,
+    UPDATE_LABEL,
+    LostRecord,
+    fenced_updates,
+    graph_of,
+    lost_record,
+    own_events,
+)
 from harness.waits import GRAPH_PREFIX, REPLAY_LABEL, waits
-
-UPDATE_LABEL = "graph.update"
-FENCE_LABEL = "event.wait"
-WAIT_PHASES = ("wait", "drain")
-"""How the names of phases begin in which the host waits for results: a step's launch lies before them."""
-DRAIN_PHASE = "drain"
-"""After the last step: no update comes any more."""
 
 
 def stream_order(case: Case) -> Cause | None:
     """The cause, or None when no rank stands in a replay short of a record."""
-    suspects = [view for view in case.views.values() if _short_of_a_record(view)]
-    if not suspects or _replay_waits_for_an_absent_rank(case):
+    short = {
+        view.rank: lost for view in case.views.values() if (lost := _short_of_a_record(view)) is not None
+    }
+    if not short or _replay_waits_for_an_absent_rank(case):
         return None
-    ranks = tuple(view.rank for view in suspects)
-    starved = {view.rank: _no_update_comes(case, view) for view in suspects}
-    proven = any(fact is not None for fact in starved.values())
+    undoubted = {rank: lost for rank, lost in short.items() if not lost.doubt}
+    short = undoubted or short
+    starved = {rank: _no_update_comes(case, case.views[rank], lost) for rank, lost in short.items()}
+    proven = bool(undoubted) and any(fact is not None for fact in starved.values())
+    ranks = tuple(short)
     decided = case.others_known(ranks)
     facts: list[Fact] = []
-    for view in suspects:
-        facts += _facts(view)
-        starving = starved[view.rank]
+    for rank, lost in short.items():
+        view = case.views[rank]
+        facts += _facts(view, lost)
+        starving = starved[rank]
         if starving is not None:
             facts.append(starving)
         facts.append(view.host_fact())
     for view in case.views.values():
         if view.rank not in ranks:
             facts += _peer_facts(view)
-    first = suspects[0]
-    replay = first.oldest("compute")
+    first = case.views[ranks[0]]
     return Cause(
         kind="hang",
         mechanism="stream-order",
@@ -53,26 +60,14 @@ def stream_order(case: Case) -> Cause | None:
         confidence=("proven" if proven else "supported") if decided else "suspected",
         stream="compute",
         operation=first.operation("compute"),
-        family=replay.label if replay is not None else REPLAY_LABEL,
+        family=short[ranks[0]].replay.label,
     )
 
 
-def _short_of_a_record(view: View) -> bool:
+def _short_of_a_record(view: View) -> LostRecord | None:
     """It stands in a replay, nothing is left to come on its update stream, and some record overtook."""
-    update, oldest = view.stream("update"), view.oldest("compute")
-    return (
-        view.still
-        and view.condition == "alive"
-        and oldest is not None
-        and oldest.label.startswith(REPLAY_LABEL)
-        and update is not None
-        and update.oldest is None
-        and bool(_overtaken(view))
-    )
-
-
-def _overtaken(view: View) -> tuple[ExternalState, ...]:
-    return () if view.snapshot is None else tuple(e for e in view.snapshot.external if e.overtaken > 0)
+    still = view.still and view.condition == "alive" and view.snapshot is not None
+    return lost_record(view.snapshot) if still and view.snapshot is not None else None
 
 
 def _replay_waits_for_an_absent_rank(case: Case) -> bool:
@@ -80,59 +75,60 @@ def _replay_waits_for_an_absent_rank(case: Case) -> bool:
     return any(wait.operation.startswith(GRAPH_PREFIX) and wait.missing for wait in waits(case.snapshots()))
 
 
-def _facts(view: View) -> list[Fact]:
+def _facts(view: View, lost: LostRecord) -> list[Fact]:
     facts = []
     standing = view.stream_fact("compute")
     if standing is not None:
         facts.append(standing)
-    event = min(_overtaken(view), key=lambda e: e.first_overtaken)
+    event = lost.events[0]
+    of = len(own_events(view.snapshot, lost.graph)) if view.snapshot is not None else 0
+    alike = f" (so for {len(lost.events)} of the graph's {of} events)" if of > 1 else ""
+    needs = f", so replay {lost.number} waits for a record {event.records + 1}" if lost.number else ""
     facts.append(
         Fact(
             f"rank {view.rank}: external event {event.name!r} has {event.records} records and {event.waits} "
             f"waits by completed replays; record {event.first_overtaken} was the first made before the one "
-            f"before it was consumed, {event.overtaken} in all, and a record on a flag still set is lost "
-            f"({len(_overtaken(view))} events of this rank were overtaken)",
+            f"before it was consumed, {event.overtaken} in all, and a record on a flag still set is lost"
+            f"{needs}{alike}",
             view.ledger_path,
         )
     )
-    fence = _fence_fact(view)
-    if fence is not None:
-        facts.append(fence)
+    if lost.doubt:
+        facts.append(Fact(f"rank {view.rank}: but not each of them was lost: {lost.doubt}", view.ledger_path))
+    fence = _fence_words(view)
+    if fence:
+        facts.append(Fact(f"rank {view.rank}: {fence}", view.ledger_path))
     return facts
 
 
-def _fence_fact(view: View) -> Fact | None:
-    """Whether the newest update of the host arguments was fenced by the completion of the previous replay."""
-    recent = _operations(view, "update")
-    updates = [sequence for sequence, record in recent.items() if record.label.startswith(UPDATE_LABEL)]
-    judged = [sequence for sequence in updates if sequence - 1 in recent]
+def _fence_words(view: View) -> str:
+    """Whether the newest updates of host arguments were fenced by the completion of the replay before."""
+    fenced, judged = fenced_updates(view.snapshot) if view.snapshot is not None else (0, 0)
     if not judged:
-        return None
-    fenced = sum(recent[sequence - 1].label.startswith(FENCE_LABEL) for sequence in judged)
-    how = "none" if fenced == 0 else "each" if fenced == len(judged) else f"{fenced}"
-    return Fact(
-        f"rank {view.rank}: of the last {len(judged)} updates on the update stream {how} came after a "
-        "wait for an event (a fence)",
-        view.ledger_path,
-    )
+        return ""
+    how = "none" if fenced == 0 else "each" if fenced == judged else f"{fenced}"
+    return f"of the last {judged} updates on the update stream {how} came after a wait for an event (a fence)"
 
 
-def _operations(view: View, stream: str) -> dict[int, OpRecord]:
+def _operations(view: View, stream: str) -> list[OpRecord]:
     state = view.stream(stream)
-    return {} if state is None else {record.sequence: record for record in state.recent}
+    return [] if state is None else sorted(state.recent, key=lambda record: record.sequence)
 
 
-def _no_update_comes(case: Case, view: View) -> Fact | None:
+def _no_update_comes(case: Case, view: View, lost: LostRecord) -> Fact | None:
     """The host is past the stuck replay's step, and where it stands brings no update of that graph."""
-    replay = view.oldest("compute")
-    if replay is None or view.snapshot is None:
+    if view.snapshot is None:
         return None
-    graph = replay.label.removeprefix(REPLAY_LABEL).strip()
-    updates = [r for r in _operations(view, "update").values() if r.label.startswith(UPDATE_LABEL)]
-    later = [r for r in updates if r.step > replay.step and graph in r.label]
+    replay, graph = lost.replay, lost.graph
+    later = [
+        record
+        for record in _operations(view, "update")
+        if record.label.startswith(UPDATE_LABEL) and record.step > replay.step and graph_of(record) == graph
+    ]
     step = view.snapshot.host.step
-    waiting = view.snapshot.host.phase.startswith(WAIT_PHASES)
-    if view.snapshot.host.phase.startswith(DRAIN_PHASE):
+    phase = view.snapshot.host.phase
+    waiting = phase.startswith((RESULT_PHASE, DRAIN_PHASE))
+    if phase.startswith(DRAIN_PHASE):
         return Fact(
             f"rank {view.rank}: step {step} was its last, so no further record comes", view.ledger_path
         )
@@ -152,11 +148,16 @@ def _no_update_comes(case: Case, view: View) -> Fact | None:
             f"without an update (tokens {record.get('tokens')}), so no further record comes"
         )
         return Fact(fact, case.decisions_path(view.rank))
-    launched = sorted({r.label for r in _operations(view, "compute").values() if r.step == step})
+    launched = [record.label for record in _operations(view, "compute") if record.step == step]
     if not launched and not waiting:
         return None  # the host may not have come to this step's update yet
+    replayed = [label for label in launched if label.startswith(REPLAY_LABEL)]
     did = (
-        f"has enqueued {', '.join(launched[:3])} on compute, and" if launched else "waits for a result, with"
+        f"has enqueued {', '.join(replayed or launched[:3])}"
+        f"{'' if replayed else f' and {len(launched) - 3} more operations' if len(launched) > 3 else ''} on "
+        f"compute{'' if replayed else ', no replay'}, and"
+        if launched
+        else "waits for a result, with"
     )
     fact = (
         f"rank {view.rank}: step {step}, in which the host stands, {did} no update of {graph or 'the graph'} "
@@ -168,9 +169,11 @@ def _no_update_comes(case: Case, view: View) -> Fact | None:
 def _peer_facts(view: View) -> list[Fact]:
     """What a rank does whose records did not overtake: it waits with the others."""
     facts = list(view.doing())
-    if view.snapshot is not None and view.snapshot.external and not _overtaken(view):
-        facts.append(Fact(f"rank {view.rank}: no record overtook another", view.ledger_path))
-        fence = _fence_fact(view)
-        if fence is not None:
-            facts.append(fence)
+    if view.snapshot is not None and view.snapshot.external:
+        overtaken = sum(event.overtaken > 0 for event in view.snapshot.external)
+        what = (
+            f"records of {overtaken} events overtook another" if overtaken else "no record overtook another"
+        )
+        fence = _fence_words(view)
+        facts.append(Fact(f"rank {view.rank}: {what}{f'; {fence}' if fence else ''}", view.ledger_path))
     return facts

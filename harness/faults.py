@@ -63,7 +63,8 @@ class JitterOptions:
     high_us: float = 2_000.0
     sites: tuple[str, ...] = ("copy.h2d", "copy.d2h", "event.wait", "graph.update", "comm.before")
     longest_share: float = 0.2
-    """At most this share of the wall time since the start is spent in delays (of one rank)."""
+    """At most this share of the wall time is spent in delays (of one rank), counted from one second before
+    the start so that the first steps are delayed too."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.sites) - set(SITES))
@@ -71,6 +72,8 @@ class JitterOptions:
             raise FaultError(f"jitter.sites: {unknown} do not exist; allowed: {', '.join(SITES)}")
         if not 0.0 <= self.probability <= 1.0:
             raise FaultError(f"jitter.probability: {self.probability} is not between 0 and 1")
+        if not 0.0 <= self.longest_share <= 1.0:
+            raise FaultError(f"jitter.longest_share: {self.longest_share} is not between 0 and 1")
         if not 0.0 < self.low_us <= self.high_us:
             raise FaultError(
                 f"jitter: low_us {self.low_us} must be above 0 and not above high_us {self.high_us}"

@@ -164,7 +164,10 @@ def _diagnose(stored: StoredTrial, history: Document, context: TrialContext) -> 
 def evidence_of(stored: StoredTrial, history: Document, context: TrialContext) -> Evidence:
     """A stored capture as the diagnosis takes it. What is missing or damaged is left out, and said."""
     manifest = stored.manifest or {}
-    failed = {int(rank): str(text) for rank, text in history.get("failed", {}).items()}
+    # What the launcher says of a dead rank is not what the rank raised; the process table has it dead.
+    died = {int(rank) for rank in history.get("died", [])}
+    raised = {int(rank): str(text) for rank, text in history.get("failed", {}).items()}
+    failed = {rank: text for rank, text in raised.items() if rank not in died}
     done = {int(rank) for rank in history.get("done", [])}
     taken = {entry["index"]: entry["taken_s"] for entry in manifest.get("samples", [])}
     missing = [Missing(entry["what"], entry["why"]) for entry in manifest.get("missing", [])]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -144,10 +144,14 @@ class RankPool:
         for rank, entry in sorted(self._ranks.items()):
             entry.answer = entry.actor.call.remote(method, list(args[rank]))
 
-    def poll(self) -> tuple[Mapping[int, Any], Mapping[int, str]]:
-        """Results and failures of the last call so far, by rank. A rank that still runs is in neither."""
+    def poll(self) -> tuple[Mapping[int, Any], Mapping[int, str], Collection[int]]:
+        """Results and failures of the last call so far, by rank. A rank that still runs is in neither.
+
+        The third are the failed ranks whose process is gone: Ray's word for it is no exception of theirs.
+        """
         done: dict[int, Any] = {}
         failed: dict[int, str] = {}
+        died: set[int] = set()
         waiting = {entry.answer: rank for rank, entry in self._ranks.items() if entry.answer is not None}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0) if waiting else ([], [])
         for answer in ready:
@@ -155,7 +159,9 @@ class RankPool:
                 done[waiting[answer]] = ray.get(answer, timeout=self._options.end_s)
             except ray.exceptions.RayError as error:
                 failed[waiting[answer]] = why(error)
-        return done, failed
+                if isinstance(error, ray.exceptions.ActorDiedError):
+                    died.add(waiting[answer])
+        return done, failed, died
 
     # What the run uses -----------------------------------------------------------------------------------
 

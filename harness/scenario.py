@@ -99,9 +99,18 @@ def load(path: str | Path, settings: Sequence[str] = (), device: str = "sim") ->
 
 
 def validate(
-    document: Mapping[str, Any], where: str, settings: Sequence[str] = (), device: str = "sim"
+    document: Mapping[str, Any],
+    where: str,
+    settings: Sequence[str] = (),
+    device: str = "sim",
+    *,
+    narrowed: bool = False,
 ) -> Scenario:
-    """The scenario that ``document`` and ``settings`` make. ``where`` is named in problems."""
+    """The scenario that ``document`` and ``settings`` make. ``where`` is named in problems.
+
+    ``narrowed``: arms were left out, so that expectations without an arm are no mistake; settings tell by
+    themselves.
+    """
     changed: dict[str, Any] = json.loads(json.dumps(document, default=str))
     keys, problems = apply_settings(changed, settings, device)
     if problems:
@@ -110,7 +119,7 @@ def validate(
         scenario = Scenario.model_validate(changed)
     except ValidationError as error:
         raise ScenarioError(_from_pydantic(error, changed, where, keys)) from error
-    narrowed = any(key.split(".")[0] in ("arms", "toggles", "expect") for key in keys)
+    narrowed = narrowed or any(key.split(".")[0] in ("arms", "toggles", "expect") for key in keys)
     broken = [
         Problem(_origin(key, where, keys), key, None if value is None else _toml(value), what, remedy)
         for key, value, what, remedy in broken_rules(scenario, narrowed=narrowed)
@@ -140,7 +149,8 @@ def from_record(stored: Mapping[str, Any], settings: Sequence[str] = (), device:
         document = json.loads(stored["text"])
     except (KeyError, TypeError, ValueError) as error:
         raise _lone_problem(where, "text", None, f"is damaged: {error}", "run the scenario anew") from error
-    return validate(document, where, settings, device)
+    # Settings may have left arms out when it was run; what was valid then is valid now.
+    return validate(document, where, settings, device, narrowed=True)
 
 
 # --- settings ----------------------------------------------------------------------------------------------

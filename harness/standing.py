@@ -9,7 +9,9 @@ from harness.ledger_snapshot import Snapshot
 
 RankState: TypeAlias = Literal["running", "sleeping", "stopped", "dead", "missing"]
 Road: TypeAlias = Literal["proof", "budget"]
-Reason: TypeAlias = Literal["dead", "stopped", "collective", "mismatch", "cycle", "stalled", "livelock"]
+Reason: TypeAlias = Literal[
+    "dead", "stopped", "collective", "mismatch", "cycle", "lost-record", "stalled", "livelock"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

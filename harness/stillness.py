@@ -1,4 +1,4 @@
-"""Whether a process stayed where it was between two dumps of its stacks. Pure.
+"""Whether a process stayed where it was between two dumps of its stacks, and whether anybody looked. Pure.
 
 Only the host thread counts: on hardware the streams have no stacks, and a monitor thread polls for ever. What
 a place is (polling moves line numbers, not places) is `harness.stacks`.
@@ -6,7 +6,11 @@ a place is (polling moves line numbers, not places) is `harness.stacks`.
 
 from __future__ import annotations
 
+from harness.ledger_snapshot import Snapshot
 from harness.stacks import ProcessStacks, ThreadStack, same_place
+
+STALE_STAMP_S = 1.0
+"""A stream whose completing side has not looked for so long is in an unknown state."""
 
 
 def host_thread(stacks: ProcessStacks) -> ThreadStack | None:
@@ -18,3 +22,9 @@ def left_place(before: ProcessStacks, after: ProcessStacks) -> bool:
     """The host thread is seen in both dumps, in different places."""
     first, second = host_thread(before), host_thread(after)
     return first is not None and second is not None and not same_place(first, second)
+
+
+def streams_unknown(snapshot: Snapshot) -> bool:
+    """No completing side has looked for a while: the monitor cannot run, so the host is the suspect."""
+    newest_ns = max((stream.stamp_ns for stream in snapshot.streams.values()), default=snapshot.taken_ns)
+    return snapshot.taken_ns - newest_ns > STALE_STAMP_S * 1e9

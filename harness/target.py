@@ -9,7 +9,7 @@ Engines register in the entry-point group ``hangrig.targets`` under the name tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -85,6 +85,8 @@ class Progress:
     done: Mapping[int, RankResult] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)
     """Ranks that raised or died, with what is known of why."""
+    died: Collection[int] = ()
+    """Those of ``failed`` whose process is gone: they owe an answer still, and never will give one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,8 @@ class RankPool(Protocol):
     def call(self, method: str, args: Sequence[Sequence[Any]]) -> None:
         """Calls ``method`` on every rank with that rank's ``args``; returns at once."""
 
-    def poll(self) -> tuple[Mapping[int, Any], Mapping[int, str]]:
-        """Results and failures of the last call so far, by rank."""
+    def poll(self) -> tuple[Mapping[int, Any], Mapping[int, str], Collection[int]]:
+        """Results and failures of the last call so far, by rank; and which of the failed ranks are dead."""
 
 
 class Target(Protocol):

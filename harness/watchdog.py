@@ -1,7 +1,8 @@
 """Suspicion and confirmation: which ranks stopped, judged from samples of all ledgers. Pure: no clock here.
 
 Two roads lead to a suspicion. *Proof*: a process is gone or stopped, or the ledgers show a collective that
-cannot complete. *Budget*: nothing moved for longer than this phase's own learned budget (``budgets.py``). A
+cannot complete, or a replay whose record was lost while no host can make another (``lost_records.py``).
+*Budget*: nothing moved for longer than this phase's own learned budget (``budgets.py``). A
 suspicion is confirmed by a later sample in which still nothing moved and, where stacks were taken, no host
 stack left its place. Being in a collective is not a hang, and a rank that others wait for keeps its own
 budget while they wait.
@@ -14,16 +15,16 @@ cannot look. Here is no capture and no cause: those are ``capture.py`` and ``dia
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from harness.budgets import Budgets, WatchdogSettings
+from harness.budgets import WatchdogSettings
 from harness.ledger_snapshot import Snapshot
 from harness.livelock import Futility
+from harness.lost_records import LostRecord, lost_record, no_update_can_come
 from harness.stacks import ProcessStacks
 from harness.standing import (
     Confirmed,
     Healthy,
-    RankState,
     RankView,
     Reason,
     Road,
@@ -31,37 +32,13 @@ from harness.standing import (
     Standing,
     Suspect,
 )
-from harness.stillness import left_place
-from harness.waits import Wait, cycle_in, wait_edges, waits
+from harness.stillness import left_place, streams_unknown
+from harness.track import Track
+from harness.waits import GRAPH_PREFIX, Wait, cycle_in, wait_edges, waits
 
 __all__ = [
     "Confirmed", "Healthy", "RankView", "Sample", "Standing", "Suspect", "Watchdog", "WatchdogSettings",
 ]  # fmt: skip
-
-
-@dataclass(slots=True)
-class _Track:
-    """What is remembered of one rank. Seconds are observed ones: those a starved observer missed are out."""
-
-    budgets: Budgets
-    moved_ns: int
-    snapshot: Snapshot | None = None
-    state: RankState = "running"
-    done: bool = False
-    first_step: int | None = None
-    still_s: float = 0.0
-    stopped_s: float = 0.0
-    parked_s: float = 0.0
-    seen_alive: bool = False
-    marks: tuple[int, ...] = field(default=())
-
-    @property
-    def phase(self) -> str:
-        return self.snapshot.host.phase if self.snapshot is not None else ""
-
-    @property
-    def gone(self) -> bool:
-        return not self.done and (self.state == "dead" or (self.state == "missing" and self.seen_alive))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +55,7 @@ class Watchdog:
     def __init__(self, settings: WatchdogSettings, world: int) -> None:
         self._settings = settings
         self._world = world
-        self._tracks: dict[int, _Track] = {}
+        self._tracks: dict[int, Track] = {}
         self._futility = Futility(settings)
         self._now_ns: int | None = None
         self._standing: Standing = Healthy(0)
@@ -92,7 +69,8 @@ class Watchdog:
         """Judges one sample. ``Healthy.note`` and ``slow`` are set only when this sample ends a suspicion."""
         elapsed_s = self._elapsed_s(sample.taken_ns)
         for view in sample.ranks:
-            self._update(view, sample.taken_ns, elapsed_s)
+            track = self._tracks.setdefault(view.rank, Track(self._settings, sample.taken_ns))
+            track.update(view, sample.taken_ns, elapsed_s)
         self._futility.observe(
             {view.rank: view.snapshot for view in sample.ranks if view.snapshot is not None},
             sample.taken_ns,
@@ -105,12 +83,7 @@ class Watchdog:
         """How long this rank may stand still where it stands. Raises KeyError for a rank never observed."""
         track = self._tracks[rank]
         others = [other for number, other in self._tracks.items() if number != rank]
-        step = track.snapshot.host.step if track.snapshot is not None else 0
-        budget_s = track.budgets.budget_s(
-            track.phase,
-            warm=track.first_step is not None and step - track.first_step >= self._settings.warm_steps,
-            left_by_others=any(track.phase in other.budgets.left for other in others),
-        )
+        budget_s = track.budget_s(left_by_others=any(track.phase in other.budgets.left for other in others))
         sees_all = len(self._tracks) >= self._world
         return budget_s if sees_all else max(budget_s, self._settings.ceiling_s)
 
@@ -155,39 +128,6 @@ class Watchdog:
         longest_s = self._settings.starved_multiple * self._settings.sample_period_s
         return min(max(0.0, (taken_ns - before_ns) / 1e9), longest_s)
 
-    def _update(self, view: RankView, now_ns: int, elapsed_s: float) -> None:
-        track = self._tracks.get(view.rank)
-        if track is None:
-            track = self._tracks[view.rank] = _Track(Budgets(self._settings), now_ns)
-        track.state, track.done = view.state, view.task_done
-        track.seen_alive = track.seen_alive or view.state in ("running", "sleeping", "stopped")
-        track.stopped_s = track.stopped_s + elapsed_s if view.state == "stopped" else 0.0
-        snapshot = view.snapshot
-        if snapshot is None:
-            track.still_s += elapsed_s
-            return
-        marks = (snapshot.header.start_time_ticks, *snapshot.watermark())
-        before = track.snapshot
-        if before is None or before.header.start_time_ticks != snapshot.header.start_time_ticks:
-            track.first_step = snapshot.host.step
-            track.still_s, track.moved_ns = 0.0, now_ns
-        elif marks != track.marks:
-            if not self._excused(track):
-                track.budgets.learn(before.host.phase, track.still_s + elapsed_s)
-            if (before.host.phase, before.host.step) != (snapshot.host.phase, snapshot.host.step):
-                track.budgets.left.add(before.host.phase)
-            track.still_s, track.moved_ns = 0.0, now_ns
-        else:
-            track.still_s += elapsed_s
-        track.snapshot, track.marks = snapshot, marks
-        parked = snapshot.host.phase == self._settings.parked_phase
-        track.parked_s = track.parked_s + elapsed_s if parked else 0.0
-        if self._excused(track):
-            track.still_s = 0.0
-
-    def _excused(self, track: _Track) -> bool:
-        return track.done or track.phase == self._settings.parked_phase
-
     # The two roads ---------------------------------------------------------------------------------------
 
     def _find(self) -> _Finding | None:
@@ -197,15 +137,15 @@ class Watchdog:
         gone = tuple(rank for rank, track in sorted(self._tracks.items()) if track.gone)
         if gone:
             facts = tuple(
-                f"rank {rank}: its process is {self._tracks[rank].state}, its task is not done"
+                f"rank {rank}: its process is {self._tracks[rank].state}, and it had not ended its task"
                 for rank in gone
             )
             return _Finding("dead", "proof", gone, facts)
-        ceiling_s = self._settings.ceiling_s
+        # A stopped process does not compile either: its phase grants it no patience, its usual pauses do.
         stopped = tuple(
             rank
             for rank, track in sorted(self._tracks.items())
-            if not track.done and track.stopped_s >= min(self.budget_s(rank), ceiling_s)
+            if not track.done and track.stopped_s >= min(self.budget_s(rank), track.budgets.pause_s())
         )
         if stopped:
             facts = tuple(
@@ -221,7 +161,7 @@ class Watchdog:
             finding = self._never_comes(wait) or self._mismatch(wait)
             if finding is not None:
                 return finding
-        return self._cycle(found)
+        return self._cycle(found) or self._lost_record(found)
 
     def _never_comes(self, wait: Wait) -> _Finding | None:
         """A member that will not enter: its task is over, or it waits for the driver."""
@@ -270,11 +210,31 @@ class Watchdog:
             facts.append(f"rank {rank} waits in {wait.group} {wait.sequence} for rank {following}")
         return _Finding("cycle", "proof", tuple(sorted(ranks)), tuple(facts))
 
+    def _lost_record(self, found: tuple[Wait, ...]) -> _Finding | None:
+        """A replay is short of a record, and every host of the trial waits for what only it can bring."""
+        owing = {rank: track for rank, track in sorted(self._tracks.items()) if not track.excused}
+        snapshots = {rank: track.snapshot for rank, track in owing.items() if track.snapshot is not None}
+        if len(self._tracks) < self._world or len(snapshots) < len(owing):
+            return None
+        if any(wait.operation.startswith(GRAPH_PREFIX) and wait.missing for wait in found):
+            return None  # the replay may stand for want of that member
+        if any(
+            track.still_s < self._settings.proof_still_s or track.state not in ("running", "sleeping")
+            for track in owing.values()
+        ) or any(streams_unknown(snapshot) for snapshot in snapshots.values()):
+            return None
+        for rank, snapshot in snapshots.items():
+            lost = lost_record(snapshot)
+            if lost is not None and not lost.doubt and no_update_can_come(rank, lost, snapshots):
+                facts = (*_lost_facts(rank, lost), *(_host_words(r, s) for r, s in snapshots.items()))
+                return _Finding("lost-record", "proof", tuple(snapshots), facts)
+        return None
+
     def _by_budget(self) -> _Finding | None:
         active = {
             rank: track
             for rank, track in self._tracks.items()
-            if track.snapshot is not None and not self._excused(track)
+            if track.snapshot is not None and not track.excused
         }
         over = {rank for rank, track in active.items() if track.still_s > self.budget_s(rank)}
         if over and over == active.keys():
@@ -343,3 +303,21 @@ class Watchdog:
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _lost_facts(rank: int, lost: LostRecord) -> tuple[str, ...]:
+    event = lost.events[0]
+    which = f", number {lost.number} of that graph" if lost.number else ""
+    return (
+        f"rank {rank}: compute stands in {lost.replay.label}{which}",
+        f"rank {rank}: external event {event.name!r} has {event.records} records, {event.overtaken} of them "
+        f"made before the one before was consumed (first: {event.first_overtaken}), and {event.waits} waits by "
+        "completed replays; no update is queued",
+    )
+
+
+def _host_words(rank: int, snapshot: Snapshot) -> str:
+    host = snapshot.host
+    return (
+        f"rank {rank}: the host waits in phase {host.phase!r} of step {host.step} and cannot queue an update"
+    )

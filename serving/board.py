@@ -38,6 +38,7 @@ class Board:
     """Posts of ``size`` members. ``member`` is this rank's index in the group, 0-based."""
 
     def __init__(self, path: Path, *, member: int, size: int) -> None:
+        self._path = path
         self._member = member
         self._size = size
         length = size * _DEPTH * _RECORD_BYTES
@@ -49,7 +50,9 @@ class Board:
             os.close(handle)
 
     def post(self, sequence: int, payload: bytes) -> None:
-        """Makes ``payload`` (at most 52 bytes) this member's record number ``sequence`` (from 1)."""
+        """Makes ``payload`` (at most 52 bytes, else ValueError) this member's record ``sequence`` (from 1)."""
+        if len(payload) > PAYLOAD_BYTES:
+            raise ValueError(f"a record of {len(payload)} bytes; a board keeps {PAYLOAD_BYTES}")
         body = _BODY.pack(sequence, payload)
         offset = self._offset(self._member, sequence)
         self._map[offset : offset + _RECORD_BYTES] = body + _CHECK.pack(zlib.crc32(body))
@@ -86,7 +89,9 @@ class Board:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
+        """Removes the file too: members that opened it keep it, and one that did not yet is late anyway."""
         self._map.close()
+        self._path.unlink(missing_ok=True)
 
     @staticmethod
     def _offset(member: int, sequence: int) -> int:

@@ -15,6 +15,7 @@ Not here: what is gathered and why (``dp_attention.py``), the heap itself (``sym
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from harness import faults
 from harness.devices.base import Device, Graph
 from harness.ledger import LedgerWriter
-from serving.board import Board, BoardTimeout
+from serving.board import PAYLOAD_BYTES, Board, BoardTimeout
 from serving.symmetric import SymmetricHeap
 
 
@@ -120,6 +121,15 @@ def _reduce_scatter(out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessG
     """As ``_all_gather``."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     call(out, whole, group=group)
+
+
+def _fitted(header: str) -> bytes:
+    """A header as a board record. A long one is cut, with a checksum of the whole at its end."""
+    raw = header.encode()
+    if len(raw) > PAYLOAD_BYTES:
+        check = b"#%08x" % zlib.crc32(raw)
+        raw = raw[: PAYLOAD_BYTES - len(check)] + check
+    return raw.ljust(PAYLOAD_BYTES, b"\0")
 
 
 class Group:
@@ -267,7 +277,7 @@ class Group:
             faults.ACTIVE.visit("comm.after", group=self.name, operation=operation, sequence=sequence)
 
     def _agree_on_header(self, board: Board, header: str) -> None:
-        mine = header.encode()[:52].ljust(52, b"\0")
+        mine = _fitted(header)
         timeout_s = self._options.timeout_s
         try:
             headers = board.gather(self._runtime_sequence, mine, timeout_s=timeout_s, stop=self._closed)

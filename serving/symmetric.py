@@ -50,7 +50,6 @@ class SymmetricHeap:
         self._signal = 0
         self._generation = 0
         self._half_bytes = 0
-        self._maps: list[mmap.mmap] = []
         self._segments: list[torch.Tensor] = []
 
     @property
@@ -83,8 +82,7 @@ class SymmetricHeap:
 
     def close(self) -> None:
         """Lets the memory go and removes this rank's files; peers that still map them keep their view."""
-        self._segments.clear()
-        self._maps.clear()  # unmapped with the last tensor that views them
+        self._segments.clear()  # unmapped with the last tensor that views them
         self._signals.close()
         self._registrations.close()
         for path in self._directory.glob(f"{self._name}.segment-{self._member}-*"):
@@ -107,7 +105,7 @@ class SymmetricHeap:
         """Collective: every member brings a new segment of the same size and maps all others'."""
         self._generation += 1
         half_bytes = -(-nbytes // _GROWTH_BYTES) * _GROWTH_BYTES
-        own = self._path(self._member)
+        own = self._path(self._member, self._generation)
         handle = os.open(own, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.posix_fallocate(handle, 0, 2 * half_bytes)
@@ -118,17 +116,19 @@ class SymmetricHeap:
         )
         maps = []
         for member in range(self._size):
-            handle = os.open(self._path(member), os.O_RDWR)
+            handle = os.open(self._path(member, self._generation), os.O_RDWR)
             try:
                 maps.append(mmap.mmap(handle, 2 * half_bytes))
             finally:
                 os.close(handle)
+        # The segments before are unmapped with their last view. All members came here, so all have mapped this
+        # rank's old one, and its name is needed no more: without this, each growth would keep its memory.
         self._segments = [torch.frombuffer(m, dtype=torch.uint8) for m in maps]
-        self._maps.extend(maps)  # old ones stay mapped: a captured collective may still view them
         self._half_bytes = half_bytes
+        self._path(self._member, self._generation - 1).unlink(missing_ok=True)
 
-    def _path(self, member: int) -> Path:
-        return self._directory / f"{self._name}.segment-{member}-{self._generation}"
+    def _path(self, member: int, generation: int) -> Path:
+        return self._directory / f"{self._name}.segment-{member}-{generation}"
 
     def _view(self, member: int, half: int, like: torch.Tensor) -> torch.Tensor:
         begin = half * self._half_bytes

@@ -73,14 +73,25 @@ class Group:
 
 @dataclass
 class Stream:
-    """Operations in order as (label, step); the first ``done`` are finished."""
+    """Operations in order as (label, step); the first ``done`` are finished.
+
+    ``times``: (enqueued, completed) in seconds by sequence, for those to which it matters.
+    """
 
     operations: list[tuple[str, int]] = field(default_factory=list)
     done: int = 0
+    times: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def state(self, now_s: float, stamp_s: float) -> StreamState:
         records = tuple(
-            OpRecord(number, label, SITE, step, _ns(1), _ns(1) if number <= self.done else None)
+            OpRecord(
+                number,
+                label,
+                SITE,
+                step,
+                _ns(self.times.get(number, (1, 1))[0]),
+                _ns(self.times.get(number, (1, 1))[1]) if number <= self.done else None,
+            )
             for number, (label, step) in enumerate(self.operations, start=1)
         )
         oldest = records[self.done] if self.done < len(records) else None
@@ -137,3 +148,30 @@ class Rank:
                 thread("hangrig-update", ("get", "_main")),
             ),
         )
+
+
+def replaying(rank: Rank, *, fenced: bool, overtaken: int = 0, pending: bool = True) -> None:
+    """Replays of steps 1 to 9, the last unfinished, and the host in step 10, a prefill, where it waits for the
+    result of step 9."""
+    replays = [("graph.replay decode.4", step) for step in range(1, 10)]
+    rank.streams["compute"] = Stream([*replays, ("gemm", 10)], done=8 if pending else 10)
+    copies = [(label, step) for step in range(1, 10) for label in ("event.wait", "next_token_copy")]
+    rank.streams["copy"] = Stream(copies, done=16 if pending else 18)
+    updates: list[tuple[str, int]] = []
+    for step in range(1, 10):
+        updates += [("event.wait", step)] * (fenced and step > 1) + [("graph.update decode.4", step)]
+    rank.streams["update"] = Stream(updates, done=len(updates))
+    lost(rank, overtaken, waits=8 if pending else 9)
+    experts = rank.groups.setdefault("experts", Group(tuple(range(rank.world))))
+    for _ in range(9):
+        experts.add("graph decode.4", (4,), "", 4)
+    experts.done = experts.enqueued - (4 if pending else 0)
+    rank.phase, rank.step = "wait-result", 10
+
+
+def lost(rank: Rank, overtaken: int, *, records: int = 9, waits: int = 8, first: int = 6) -> None:
+    """Both layers of the graph have as many overtaken records, from record ``first`` on."""
+    rank.external = [
+        ExternalState(f"decode.4 attention.{layer}", records, waits, overtaken, first if overtaken else 0)
+        for layer in range(2)
+    ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_builder import SITE, Group, Rank, Stream
+from ledger_builder import SITE, Group, Rank, Stream, replaying
 
 from harness.diagnose import (
     Diagnosis,
@@ -21,7 +21,6 @@ from harness.diagnose import (
     Times,
     diagnose,
 )
-from harness.ledger_snapshot import ExternalState
 
 TIMES = Times(1.0, 2.5, 3.0, 3.4)
 
@@ -79,23 +78,6 @@ def two(world: int = 2) -> list[Rank]:
 # D1 -----------------------------------------------------------------------------------------------
 
 
-def replaying(rank: Rank, *, fenced: bool, overtaken: int = 0, pending: bool = True) -> None:
-    """Replays of steps 1 to 9, the last unfinished; the host waits for a result in step 10, a prefill."""
-    replays = [("graph.replay decode.4", step) for step in range(1, 10)]
-    rank.streams["compute"] = Stream([*replays, ("gemm", 10)], done=8 if pending else 10)
-    updates: list[tuple[str, int]] = []
-    for step in range(1, 10):
-        updates += [("event.wait", step)] * (fenced and step > 1) + [("graph.update decode.4", step)]
-    rank.streams["update"] = Stream(updates, done=len(updates))
-    rank.external = [
-        ExternalState(f"layer.{layer}", 9, 8 if pending else 9, overtaken, 6 if overtaken else 0)
-        for layer in range(2)
-    ]
-    for _ in range(9):
-        rank.groups["experts"].add("graph decode.4", (4,), "", 4)
-    rank.groups["experts"].done = rank.groups["experts"].enqueued - (4 if pending else 0)
-
-
 def d1() -> Evidence:
     ranks = two()
     replaying(ranks[0], fenced=True)
@@ -113,7 +95,10 @@ def test_a_lost_record_is_blamed_on_the_rank_whose_update_overtook() -> None:
     assert found.operation.site == SITE
     assert found.operation.pending_s == pytest.approx(3.0)
     said = facts(found)
-    assert "'layer.0' has 9 records and 8 waits by completed replays; record 6 was the first" in said
+    assert (
+        "'decode.4 attention.0' has 9 records and 8 waits by completed replays; record 6 was the first"
+        in said
+    )
     assert "rank 1: of the last 8 updates on the update stream none came after a wait" in said
     assert "rank 0: of the last 8 updates on the update stream each came after a wait" in said
     assert "step 10, in which the host stands" in said

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
-from ledger_builder import Group, Rank
+from ledger_builder import Group, Rank, Stream, lost, replaying
 
 from harness.watchdog import (
     Confirmed,
@@ -151,8 +152,9 @@ def test_a_dead_process_is_suspected_at_once_and_confirmed() -> None:
 def test_a_process_that_ends_after_its_task_is_nothing(state: str) -> None:
     bench = Bench()
     bench.warm()
+    for rank in bench.ranks:
+        rank.phase = "parked"
     bench.state[1], bench.done[1] = state, True
-    bench.ranks[0].phase = "parked"
     assert not alarms(bench.run(5))
 
 
@@ -300,6 +302,164 @@ def decide(bench: Bench, **fields: object) -> None:
         rank.decisions.append(
             {"step": rank.step, "tokens": [4, 4], "retracted": [], "tokens_out": 5} | fields
         )
+
+
+# A lost record -------------------------------------------------------------------------------------
+
+WARM_RANKS = replace(SETTINGS, warm_steps=0)
+"""What ranks get that have been through a trial: the ceiling in phases not left yet."""
+
+
+def starved(overtaken: int = 1) -> Bench:
+    """Rank 1 is short of a record; nothing moved in this trial, so every budget is the ceiling."""
+    bench = Bench(settings=WARM_RANKS)
+    for rank in bench.ranks:
+        replaying(rank, fenced=rank.rank == 0, overtaken=overtaken * rank.rank)
+    return bench
+
+
+def test_a_lost_record_is_proof_long_before_a_budget() -> None:
+    bench = starved()
+    found = alarms(bench.run(SETTINGS.proof_still_s + SETTINGS.confirm_after_s + 3 * PERIOD_S))
+    assert isinstance(found[0], Suspect) and isinstance(found[-1], Confirmed)
+    assert (found[0].reason, found[0].road, found[0].ranks) == ("lost-record", "proof", (0, 1))
+    assert found[0].since_ns - found[0].last_progress_ns <= (SETTINGS.proof_still_s + 2 * PERIOD_S) * 1e9
+    said = "\n".join(found[-1].proof)
+    assert "rank 1: compute stands in graph.replay decode.4, number 9 of that graph" in said
+    assert "'decode.4 attention.0' has 9 records, 1 of them" in said
+    assert "rank 0: the host waits in phase 'wait-result' of step 10" in said
+
+
+def drain(bench: Bench) -> None:
+    for rank in bench.ranks:
+        rank.phase, rank.step = "drain", 9
+
+
+def a_peer_waits_for_the_result(bench: Bench) -> None:
+    bench.ranks[1].phase = "agree"
+
+
+def it_waits_while_a_peer_agrees(bench: Bench) -> None:
+    bench.ranks[0].phase = "agree"
+
+
+def a_peer_has_ended(bench: Bench) -> None:
+    bench.done[0] = True
+
+
+def events_are_shared_between_graphs(bench: Bench) -> None:
+    bench.ranks[1].external = [replace(e, name="layer 0") for e in bench.ranks[1].external]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [drain, a_peer_waits_for_the_result, it_waits_while_a_peer_agrees, a_peer_has_ended,
+     events_are_shared_between_graphs],
+)  # fmt: skip
+def test_wherever_the_hosts_wait_a_lost_record_is_proof(change: Callable[[Bench], None]) -> None:
+    bench = starved()
+    change(bench)
+    assert {standing.reason for standing in alarms(bench.run(1.5))} == {"lost-record"}  # type: ignore[union-attr]
+
+
+def nothing_was_overtaken(bench: Bench) -> None:
+    lost(bench.ranks[1], 0)
+
+
+def its_updates_are_fenced(bench: Bench) -> None:
+    """A completion that was seen late makes a fenced record look overtaken."""
+    replaying(bench.ranks[1], fenced=True, overtaken=1)
+
+
+def a_replay_ran_on_its_own_record(bench: Bench) -> None:
+    """Replay 7 completed at 5 s, before update 8 was queued at 6 s."""
+    bench.ranks[1].streams["compute"].times[7] = (4, 5)
+    bench.ranks[1].streams["update"].times[8] = (6, 6)
+
+
+def a_record_is_still_to_come(bench: Bench) -> None:
+    bench.ranks[1].streams["update"].done -= 1
+
+
+def it_is_no_replay(bench: Bench) -> None:
+    bench.ranks[1].streams["compute"].operations[8] = ("gemm", 9)
+
+
+def its_host_launches(bench: Bench) -> None:
+    bench.ranks[1].phase = "launch"
+
+
+def a_peer_launches(bench: Bench) -> None:
+    bench.ranks[0].phase = "launch"
+
+
+def all_hosts_agree(bench: Bench) -> None:
+    for rank in bench.ranks:
+        rank.phase = "agree"
+
+
+def its_result_is_older_than_the_replay(bench: Bench) -> None:
+    """The copy of step 8 is under way; after it the host may bring the update."""
+    bench.ranks[1].streams["copy"].done -= 1
+
+
+def its_result_has_come(bench: Bench) -> None:
+    bench.ranks[1].streams["copy"].done = 18
+
+
+def it_agrees_while_its_peer_is_a_step_behind(bench: Bench) -> None:
+    bench.ranks[1].phase = "agree"
+    compute = bench.ranks[0].streams["compute"]
+    compute.operations = [(label, step - 1) for label, step in compute.operations]
+
+
+def a_process_is_stopped(bench: Bench) -> None:
+    bench.state[0] = "stopped"
+
+
+def nobody_looks_at_its_streams(bench: Bench) -> None:
+    bench.ranks[1].stamp_age_s = 5.0
+
+
+def a_member_never_came_to_the_replay(bench: Bench) -> None:
+    bench.ranks[0].streams["compute"] = Stream([("gemm", 9)])
+    bench.ranks[0].groups["experts"].records.pop()
+
+
+def a_rank_is_out_of_sight(bench: Bench) -> None:
+    bench.ranks[0], bench.ranks[1] = bench.ranks[1], bench.ranks[0]
+    bench.seen = 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [nothing_was_overtaken, its_updates_are_fenced, a_replay_ran_on_its_own_record, a_record_is_still_to_come,
+     it_is_no_replay, its_host_launches, a_peer_launches, all_hosts_agree, its_result_is_older_than_the_replay,
+     its_result_has_come, it_agrees_while_its_peer_is_a_step_behind, a_process_is_stopped,
+     nobody_looks_at_its_streams, a_member_never_came_to_the_replay, a_rank_is_out_of_sight],
+)  # fmt: skip
+def test_what_only_resembles_a_lost_record_is_no_proof(change: Callable[[Bench], None]) -> None:
+    bench = starved()
+    change(bench)
+    assert all(standing.reason != "lost-record" for standing in alarms(bench.run(10)))  # type: ignore[union-attr]
+
+
+def test_more_completed_replays_than_records_that_were_not_overtaken_is_no_proof() -> None:
+    bench = starved()
+    lost(bench.ranks[1], 2, records=10, waits=9)
+    assert not alarms(bench.run(10))
+
+
+def test_a_replay_that_goes_on_after_all_was_slow() -> None:
+    bench = starved()
+    assert isinstance(bench.run(0.8)[-1], Suspect)
+    bench.ranks[1].streams["compute"].done += 1
+    healthy = bench.run(PERIOD_S)[-1]
+    assert isinstance(healthy, Healthy)
+    assert healthy.slow == (0, 1)
+
+
+# Livelock ------------------------------------------------------------------------------------------
 
 
 def test_steps_that_retract_for_ever_are_a_livelock() -> None:

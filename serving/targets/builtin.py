@@ -54,8 +54,8 @@ class BuiltinTarget:
         self._running_pool().call("run_trial", [[trial]] * len(self._processes))
 
     def progress(self) -> Progress:
-        done, failed = self._running_pool().poll()
-        return Progress(done=done, failed=failed)
+        done, failed, died = self._running_pool().poll()
+        return Progress(done=done, failed=failed, died=died)
 
     def processes(self) -> Sequence[RankProcess]:
         return self._processes

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -81,22 +82,21 @@ class RankActor:
             self._groups,
             token=f"{self._trials}",
         )
-        journal = Journal(Path(spec.journal_paths[self._rank]))
-        try:
+        with ExitStack() as ends:  # each of them, even when one before it passes its deadline
+            if ledger is not None:
+                ends.callback(ledger.close)
+            ends.callback(faults.activate)
+            ends.callback(comm.close)
+            ends.callback(device.close, _CLOSE_S)
+            ends.callback(comm.shut)
+            journal = Journal(Path(spec.journal_paths[self._rank]))
+            ends.callback(journal.close)
             engine = make_engine(spec, self._model, device, comm, ledger, journal)
             began_steps = time.monotonic()
             engine.run()
             steps_s = time.monotonic() - began_steps
             result = _result(self._rank, engine, time.monotonic() - began, steps_s)
             del engine
-        finally:
-            comm.shut()
-            device.close(_CLOSE_S)
-            comm.close()
-            journal.close()
-            faults.activate()
-            if ledger is not None:
-                ledger.close()
         return _with_leaks(result, _leaks(device))
 
     def _make_ledger(self, spec: TrialSpec) -> LedgerWriter:

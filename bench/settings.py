@@ -1,0 +1,42 @@
+"""How long a benchmark takes: one frozen table a size.
+
+Here: repetitions and sizes. Not here: what is compared (``arms.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A *block* is a few steps of one arm, timed as a whole; a *round* has one block of every arm."""
+
+    name: str
+    block_steps: int = 10
+    """Steps between two waits for the device; the host runs ahead within a block only."""
+    warm_steps: int = 8
+    """Decode steps of each arm before the first block."""
+    rounds: int = 24
+    """Of the figures of the engine, with every second round in reverse order. Even."""
+    ledger_rounds: int = 100
+    """Of the ledger's figure, which looks for a smaller difference. Even."""
+    calls: int = 20_000
+    """Of each ledger operation in a batch, and a hundredth of it for reading a snapshot."""
+    batches: int = 5
+    """Batches of each ledger operation; the fastest counts."""
+    captures: int = 3
+    """Of both ranks' stacks, each way."""
+
+    def __post_init__(self) -> None:
+        if min(self.rounds, self.ledger_rounds) < 2 or self.rounds % 2 or self.ledger_rounds % 2:
+            raise ValueError("rounds and ledger_rounds must be even, 2 or more: half of them run in reverse")
+
+
+FULL = Settings("full")
+QUICK = Settings(
+    "quick", block_steps=6, warm_steps=4, rounds=6, ledger_rounds=16, calls=4_000, batches=3, captures=1
+)
+SMALLEST = Settings(
+    "smallest", block_steps=2, warm_steps=2, rounds=2, ledger_rounds=2, calls=200, batches=2, captures=1
+)

@@ -1,0 +1,89 @@
+"""What a watchdog remembers of one rank from sample to sample. Pure: what follows from it is the watchdog's."""
+
+from __future__ import annotations
+
+from harness.budgets import Budgets, WatchdogSettings
+from harness.ledger_snapshot import Snapshot
+from harness.standing import RankState, RankView
+
+
+class Track:
+    """Seconds are observed ones: those that a starved observer missed are out."""
+
+    def __init__(self, settings: WatchdogSettings, now_ns: int) -> None:
+        self.budgets = Budgets(settings)
+        self.snapshot: Snapshot | None = None
+        """The newest one that could be read."""
+        self.state: RankState = "running"
+        self.done = False
+        """The driver has the rank's answer, or knows that none will come."""
+        self.moved_ns = now_ns
+        self.still_s = 0.0
+        self.stopped_s = 0.0
+        self.parked_s = 0.0
+        self._settings = settings
+        self._first_step = 0
+        self._marks: tuple[int, ...] = ()
+        self._seen_alive = False
+        self._outlived_task = False
+
+    @property
+    def phase(self) -> str:
+        return self.snapshot.host.phase if self.snapshot is not None else ""
+
+    @property
+    def parked(self) -> bool:
+        return self.phase == self._settings.parked_phase
+
+    @property
+    def excused(self) -> bool:
+        """It owes nobody anything: its task is over, or it waits for the driver."""
+        return self.done or self.parked
+
+    @property
+    def gone(self) -> bool:
+        """Its process ended before its task did. The driver takes the task of a dead rank for done at once, so
+        only a rank that outlived its task, or had left its last step, may end in peace."""
+        ended = self.state == "dead" or (self.state == "missing" and self._seen_alive)
+        return ended and not self._outlived_task and not (self.done and self.parked)
+
+    def budget_s(self, *, left_by_others: bool) -> float:
+        """How long the rank may stand still in its phase."""
+        steps = self.snapshot.host.step - self._first_step if self.snapshot is not None else 0
+        return self.budgets.budget_s(
+            self.phase,
+            warm=self.snapshot is not None and steps >= self._settings.warm_steps,
+            settled=steps >= self._settings.settled_steps,
+            left_by_others=left_by_others,
+        )
+
+    def update(self, view: RankView, now_ns: int, elapsed_s: float) -> None:
+        """Takes in one sample, ``elapsed_s`` after the one before."""
+        self.state, self.done = view.state, view.task_done
+        alive = view.state in ("running", "sleeping", "stopped")
+        self._seen_alive = self._seen_alive or alive
+        self._outlived_task = self._outlived_task or (view.task_done and alive)
+        self.stopped_s = self.stopped_s + elapsed_s if view.state == "stopped" else 0.0
+        if view.snapshot is None:
+            self.still_s += elapsed_s
+        else:
+            self._read(view.snapshot, now_ns, elapsed_s)
+
+    def _read(self, snapshot: Snapshot, now_ns: int, elapsed_s: float) -> None:
+        before = self.snapshot
+        marks = snapshot.watermark()
+        if before is None or before.header.start_time_ticks != snapshot.header.start_time_ticks:
+            self._first_step = snapshot.host.step
+            self.still_s, self.moved_ns = 0.0, now_ns
+        elif marks != self._marks:
+            if not self.excused:
+                self.budgets.learn(before.host.phase, self.still_s + elapsed_s)
+            if (before.host.phase, before.host.step) != (snapshot.host.phase, snapshot.host.step):
+                self.budgets.left.add(before.host.phase)
+            self.still_s, self.moved_ns = 0.0, now_ns
+        else:
+            self.still_s += elapsed_s
+        self.snapshot, self._marks = snapshot, marks
+        self.parked_s = self.parked_s + elapsed_s if self.parked else 0.0
+        if self.excused:
+            self.still_s = 0.0
