@@ -89,10 +89,13 @@ def check(facts: Facts) -> tuple[Check, ...]:
 
 
 def verdict(checks: Sequence[Check]) -> Verdict:
-    """Of a whole trial: failed if a check failed, unknown if one was, else passed; skipped if all were."""
+    """Of a whole trial: failed if a check failed, unknown if one was, else passed; skipped if all were.
+
+    Nothing checked is unknown.
+    """
     said = {one.verdict for one in checks}
     worst: tuple[Verdict, ...] = ("fail", "unknown", "pass")
-    return next((one for one in worst if one in said), "skipped")
+    return next((one for one in worst if one in said), "skipped" if said else "unknown")
 
 
 def _hang(facts: Facts) -> Check:

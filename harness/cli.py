@@ -22,7 +22,7 @@ from typing import Annotated, Any, NoReturn, ParamSpec
 import typer
 
 from harness.cli_text import doctor_lines, plan, plan_lines
-from harness.request import NothingToRun, OnHang, RunOutcome, RunRequest
+from harness.request import BadRequest, OnHang, RunOutcome, RunRequest
 from harness.scenario import (
     Scenario,
     ScenarioError,
@@ -78,7 +78,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     def guard(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except (ScenarioError, NothingToRun) as error:
+        except (ScenarioError, BadRequest) as error:
             fail_usage(str(error))
         except StoreError as error:
             say(f"hangrig: {error}")

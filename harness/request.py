@@ -15,8 +15,9 @@ from harness.scenario_model import Scenario
 OnHang = Literal["end", "hold"]
 
 
-class NothingToRun(ValueError):
-    """The request has no trial: a rerun of a trial that the run never planned, for example."""
+class BadRequest(ValueError):
+    """A request that cannot be run, found before anything starts: a model directory that lacks a file, a rerun
+    of a trial that the run never planned. The message says what to do; the exit status is 2."""
 
 
 @dataclass(frozen=True, slots=True)

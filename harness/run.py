@@ -19,11 +19,12 @@ from harness.cluster import ClusterError
 from harness.judge import HISTORY, judge
 from harness.machine import machine_facts, versions
 from harness.process_control import ProcessId, alive, myself
-from harness.request import NothingToRun, RunOutcome, RunRequest
+from harness.request import BadRequest, RunOutcome, RunRequest
 from harness.scenario import from_record, record
 from harness.scenario_model import Scenario
 from harness.session import Job, Session, context, reference_path
 from harness.store import RunStore, StoreError, read_run, write_json
+from harness.target import TargetError, find_target
 from harness.toggles import Facts, gather_facts
 from reports import write_all
 from reports.model import Result
@@ -31,14 +32,15 @@ from reports.terminal import show
 
 
 def run(request: RunRequest) -> RunOutcome:
-    """Runs all trials of the request and reports. What can go wrong while running ends in the report."""
+    """Runs all trials of the request and reports. What can go wrong while running ends in the report; what
+    the user got wrong raises BadRequest before anything starts."""
     return _execute(request, [_job(scenario, request) for scenario in request.scenarios])
 
 
 def rerun(path: Path, trial: str | None, overrides: Mapping[str, Any]) -> RunOutcome:
     """One stored trial again, same arm and seed, as a run of its own. ``trial`` None: the first that did not
     pass, else the first hang, else the first. Says where versions or machine differ. Raises StoreError,
-    ScenarioError or NothingToRun."""
+    ScenarioError or BadRequest."""
     stored = RunStore.open(path)
     document = stored.document
     planned = _choose(stored, trial)
@@ -51,7 +53,7 @@ def rerun(path: Path, trial: str | None, overrides: Mapping[str, Any]) -> RunOut
     arms, plans = _plans(scenario, request, facts)
     chosen = [plan for plan in plans if dict(plan.arm) == planned["arm"]]
     if not chosen:
-        raise NothingToRun(f"{planned['id']}: on this machine its arm is the same as another one")
+        raise BadRequest(f"{planned['id']}: on this machine its arm is the same as another one")
     for line in _differences(document):
         print(line, file=sys.stderr)
     kept = [arm for arm in arms if dict(arm.arm) == planned["arm"]]
@@ -91,6 +93,8 @@ def _plans(
 
 
 def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
+    for job, _ in jobs:
+        _validate(job)
     simulation = request.device == "sim"
     name = request.scenarios[0].name if len(request.scenarios) == 1 else "set"
     own = myself()
@@ -130,6 +134,16 @@ def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
     store.finish(**({} if error is None else {"error": error}))
     result = write_all(store.path, allow_skip=request.allow_skip)
     return _outcome(store.path, result)
+
+
+def _validate(job: Job) -> None:
+    scenario = job.scenario
+    seeds = sorted({plan.seed for plan in job.trials})
+    try:
+        target = find_target(scenario.target.name)
+        target.validate(scenario.model.model_dump(), scenario.workload.model_dump(), seeds)
+    except TargetError as error:
+        raise BadRequest(f"{scenario.name}: {error}") from error
 
 
 def _simulation_note() -> str:
@@ -191,7 +205,7 @@ def _choose(store: RunStore, trial: str | None) -> Mapping[str, Any]:
     """The planned trial to run again."""
     planned = {plan["id"]: plan for plan in store.document.get("planned", [])}
     if not planned:
-        raise NothingToRun(f"{store.path}: run.json names no planned trials; run the scenario anew")
+        raise BadRequest(f"{store.path}: run.json names no planned trials; run the scenario anew")
     if trial is None:
         judged = [entry.trial for entry in read_run(store.path).trials if entry.trial is not None]
         bad = [entry["id"] for entry in judged if entry["verdict"] not in ("pass", "skipped")]
@@ -200,7 +214,7 @@ def _choose(store: RunStore, trial: str | None) -> Mapping[str, Any]:
         trial = (order or list(planned))[0]
     if trial not in planned:
         known = "\n  ".join(planned)
-        raise NothingToRun(f"{store.path} has no trial {trial!r}; it has:\n  {known}")
+        raise BadRequest(f"{store.path} has no trial {trial!r}; it has:\n  {known}")
     return dict(planned[trial])
 
 

@@ -176,6 +176,8 @@ def apply_settings(
         if blocked is not None:
             problems.append(Problem(SETTING, key, text, f"{blocked} is no table", "set that key itself"))
         keys[key] = text
+    if "model.directory" in keys and "model.preset" not in keys and isinstance(document.get("model"), dict):
+        document["model"].pop("preset", None)  # whoever names a directory does not want the file's preset
     return keys, problems
 
 

@@ -117,6 +117,9 @@ class RankPool(Protocol):
 class Target(Protocol):
     """An engine under test."""
 
+    def validate(self, model: Mapping[str, Any], workload: Mapping[str, Any], seeds: Sequence[int]) -> None:
+        """Raises TargetError for what the user got wrong and the engine can tell before anything starts."""
+
     def launch(self, spec: LaunchSpec, pool: RankPool) -> Sequence[RankProcess]: ...
 
     def drive(self, trial: TrialSpec) -> None:

@@ -162,10 +162,8 @@ class LocalRanks:
         return [process.pid for process, _ in self._processes]
 
     def close(self) -> None:
-        for process, pipe in self._processes:
-            if process.is_alive():
-                pipe.send(None)
-        self._end(END_S)
+        """The processes have nothing to save."""
+        self._end()
         shutil.rmtree(self._root)
 
     def _call(self, kind: str, world: int, job: Job, args: Sequence[Any], deadline_s: float) -> list[Outcome]:
@@ -202,7 +200,7 @@ class LocalRanks:
 
     def _give_up(self, silent: Sequence[int], came: Mapping[int, Outcome]) -> None:
         """Ends all processes and fails: some rank said nothing in time, or died."""
-        self._end(0.0)
+        self._end()
         dumps = [self._stacks(rank) for rank in silent]
         errors = [f"rank {rank}: {outcome.error}" for rank, outcome in came.items() if outcome.error]
         text = "\n".join(path.read_text() for path in dumps if path.exists())
@@ -221,13 +219,11 @@ class LocalRanks:
     def _stacks(self, rank: int) -> Path:
         return self._root / f"stacks-{rank}.txt"
 
-    def _end(self, deadline_s: float) -> None:
-        deadline = time.monotonic() + deadline_s
+    def _end(self) -> None:
+        for process, _ in self._processes:
+            process.kill()
         for process, pipe in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join(END_S)
+            process.join(END_S)
             pipe.close()
         self._processes.clear()
         self._place = None
@@ -238,8 +234,8 @@ def _main(rank: int, pipe: Connection, stacks: Path) -> None:
     torch.set_grad_enabled(False)
     seat: Seat | None = None
     with stacks.open("w") as dump:
-        while (message := pipe.recv()) is not None:
-            place, job, args, deadline_s = message
+        while True:
+            place, job, args, deadline_s = pipe.recv()
             if seat is None or seat.place != place:
                 _leave()
                 seat = Seat(rank, place)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import harness
 from harness import cli
 from harness.cli import app, parse_duration_s, parse_on_hang
-from harness.request import NothingToRun, RunOutcome, RunRequest
+from harness.request import BadRequest, RunOutcome, RunRequest
 from harness.scenario import ScenarioError
 from harness.store import StoreError, load_schema
 
@@ -195,7 +195,7 @@ def test_people_read_the_result_once(runs: Run) -> None:
 
 
 def test_a_trial_that_the_run_never_planned_is_bad_usage(runs: Run, stored: Path) -> None:
-    runs.error = NothingToRun("no trial 'x'; it has: y")
+    runs.error = BadRequest("no trial 'x'; it has: y")
     done = call("rerun", str(stored), "x")
     assert done.exit_code == 2 and "it has: y" in done.stderr
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_builder import SITE, Group, Rank, Stream, replaying
+from ledger_builder import SITE, Group, Rank, Stream, lost, replaying
 
 from harness.diagnose import (
     Diagnosis,
@@ -100,9 +100,49 @@ def test_a_lost_record_is_blamed_on_the_rank_whose_update_overtook() -> None:
         in said
     )
     assert "rank 1: of the last 8 updates on the update stream none came after a wait" in said
-    assert "rank 0: of the last 8 updates on the update stream each came after a wait" in said
-    assert "step 10, in which the host stands" in said
+    assert (
+        "rank 0: no record overtook another; of the last 8 updates on the update stream each came after"
+        in said
+    )
+    assert "has enqueued gemm on compute, no replay, and no update of decode.4 after step 9" in said
+    assert (
+        "rank 1: compute has not finished graph.replay decode.4, replay 9 of that graph, since 3.00 s" in said
+    )
+    assert "(operation 9 of the stream, enqueued at" in said
+    assert "so replay 9 waits for a record 10 (so for 2 of the graph's 2 events)" in said
     assert "rank 0: compute has not finished graph.replay decode.4" in said
+
+
+def test_the_argument_comes_in_order_and_without_repeats() -> None:
+    starts = [fact.fact.split(" ", 3)[:3] for fact in diagnose(d1()).proof]
+    assert [start[1] for start in starts] == ["1:"] * 5 + ["0:"] * 3 + ["0:", "1:"]
+    assert len({fact.fact for fact in diagnose(d1()).proof}) == len(starts)
+
+
+def test_overtaken_records_that_were_not_all_lost_make_it_supported_only() -> None:
+    ranks = two()
+    replaying(ranks[0], fenced=True)
+    replaying(ranks[1], fenced=False, overtaken=2)
+    found = diagnose(evidence(ranks))
+    assert (found.mechanism, found.confidence, blamed(found)) == ("stream-order", "supported", [1])
+    assert "more replays completed (8) than records were not overtaken" in facts(found)
+
+
+def test_a_doubtful_rank_is_not_blamed_beside_one_without_doubt() -> None:
+    ranks = two()
+    replaying(ranks[0], fenced=False, overtaken=1)
+    ranks[0].streams["compute"].times[7] = (4, 5)
+    ranks[0].streams["update"].times[8] = (6, 6)
+    replaying(ranks[1], fenced=False, overtaken=1)
+    found = diagnose(evidence(ranks))
+    assert (found.mechanism, found.confidence, blamed(found)) == ("stream-order", "proven", [1])
+
+
+def test_a_fenced_update_overtakes_nothing_whatever_was_counted() -> None:
+    ranks = two()
+    for rank in ranks:
+        replaying(rank, fenced=True, overtaken=1)
+    assert diagnose(evidence(ranks)).mechanism == "unknown"
 
 
 def test_an_empty_step_starves_the_replay_too() -> None:
@@ -132,6 +172,7 @@ def test_two_lost_records_stop_the_host_in_its_own_wait() -> None:
     ranks = two()
     replaying(ranks[0], fenced=True)
     replaying(ranks[1], fenced=False, overtaken=2)
+    lost(ranks[1], 2, waits=7)
     compute = ranks[1].streams["compute"]
     compute.operations[-1] = ("sample", 9)
     compute.done, ranks[1].step = 7, 9
@@ -210,8 +251,9 @@ def test_stacks_of_stream_threads_add_facts_and_decide_nothing() -> None:
             only_host = replace(stacks, threads=tuple(t for t in stacks.threads if t.role == "host"))
             without = set_rank(without, rank, stacks=only_host)
         one, other = diagnose(with_them), diagnose(without)
-        extra = {fact for fact in one.proof if "thread of" in fact.fact}
-        assert extra
+        extra = {fact for fact in one.proof if "its simulated streams" in fact.fact}
+        assert {fact.fact.split(":")[0] for fact in extra} == {f"rank {r}" for r in range(with_them.world)}
+        assert len(extra) == with_them.world
         assert replace(one, proof=tuple(f for f in one.proof if f not in extra)) == other
 
 
@@ -231,8 +273,37 @@ def test_a_dead_rank() -> None:
     diagnosis = diagnose(set_rank(found, 1, (0,), task_done=False))
     assert (diagnosis.kind, diagnosis.mechanism, blamed(diagnosis)) == ("dead", "rank-dead", [1])
     assert "signal 9" in facts(diagnosis)
+    assert "rank 1: its ledger ends in phase 'launch' of step 10" in facts(diagnosis)
     assert diagnosis.collective is not None
     assert (diagnosis.collective.waiting, diagnosis.collective.missing) == ((0,), (1,))
+
+
+def test_a_driver_that_was_told_of_a_death_has_no_exception_of_the_rank() -> None:
+    """What Ray raises in the driver when a rank's process is killed; its words contain "connection error"."""
+    told = (
+        "ActorDiedError: The actor died unexpectedly before finishing this task. The actor is dead because "
+        "its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly "
+        "exits with a connection error code 2. End of file."
+    )
+    found = set_rank(skipped(told), 1, (0, 1), state="dead")
+    found = set_rank(found, 0, exception="CommError: Connection closed by peer")
+    diagnosis = diagnose(found)
+    assert (diagnosis.kind, diagnosis.mechanism, blamed(diagnosis)) == ("dead", "rank-dead", [1])
+    assert diagnosis.confidence == "proven"
+    no_table = set_rank(found, 1, (0, 1), state=None)
+    assert (diagnose(no_table).kind, blamed(diagnose(no_table))) == ("dead", [1])
+
+
+@pytest.mark.parametrize("state", ["dead", "T"])
+def test_a_rank_that_ended_inside_a_collective_does_not_wait_there(state: str) -> None:
+    ranks = two()
+    for rank in ranks:
+        rank.groups["experts"].enter("all_gather")
+    diagnosis = diagnose(set_rank(evidence(ranks), 1, (1,), state=state))
+    assert blamed(diagnosis) == [1]
+    assert diagnosis.collective is not None
+    assert (diagnosis.collective.waiting, diagnosis.collective.missing) == ((0,), ())
+    assert "rank 1 is in all_gather" not in facts(diagnosis)
 
 
 def test_of_several_dead_ranks_the_first_is_blamed() -> None:

@@ -27,9 +27,9 @@ def recorded(device: SimDevice) -> Event:
     return event
 
 
-def is_blocked(call: Callable[[], object], gate: Gate) -> bool:
+def is_blocked(call: Callable[[], None], gate: Gate) -> bool:
     """Whether ``call`` waits for what stands at the gate; opens the gate and lets it end."""
-    thread = in_thread(lambda: call() and None)
+    thread = in_thread(call)
     thread.join(SHORT_S)
     blocked = thread.is_alive()
     gate.open()
@@ -105,7 +105,7 @@ def test_what_a_copy_to_the_host_waits_for(policy: PinnedPolicy, waits: bool) ->
         transfers = Transfers(device, policy, wait_s=LONG_S)
         source = device.empty((1,), torch.int64)
         device.compute.run(gate, "earlier work")
-        device.compute.run(lambda: source.fill_(9) and None, "sample")
+        device.compute.run(lambda: source.fill_(9), "sample")
         ready = recorded(device)
         assert is_blocked(lambda: made.append(transfers.to_host(source, ready, "n")), gate) == waits
         made[0].done.synchronize(LONG_S)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from harness.target import LaunchSpec, Progress, RankPool, RankProcess, TargetError, TrialSpec
 
@@ -22,6 +23,14 @@ class BuiltinTarget:
         self._pool: RankPool | None = None
         self._processes: tuple[RankProcess, ...] = ()
         self._shared: Path | None = None
+
+    def validate(self, model: Mapping[str, Any], workload: Mapping[str, Any], seeds: Sequence[int]) -> None:
+        """Reads the model's config and the headers of its files, no tensor, and makes the requests."""
+        from serving.targets.builtin_check import problem  # torch: only where there is something to check
+
+        found = problem(model, workload, seeds)
+        if found is not None:
+            raise TargetError(found)
 
     def launch(self, spec: LaunchSpec, pool: RankPool) -> Sequence[RankProcess]:
         """Starts all ranks. Raises TargetError for a device that the engine cannot use."""

@@ -1,0 +1,44 @@
+"""What can be wrong with a model or a workload for the built-in engine, told before any rank starts.
+
+Not here: keys and values of a scenario file, which the harness has checked before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from serving.model_config import ModelConfig, ModelError, load_config, preset
+from serving.sampling import GrammarError, vocabulary
+from serving.weights import load_weights
+from serving.workload import generate, longest_context, workload
+
+
+def problem(model: Mapping[str, Any], requests: Mapping[str, Any], seeds: Sequence[int]) -> str | None:
+    """One sentence that names what is wrong and what to do; None when all is well."""
+    try:
+        config = _config(model)
+        kind = workload(requests)
+        if kind.grammar_share > 0:
+            vocabulary(config.vocab_size)
+    except (ModelError, GrammarError) as error:
+        return f"model: {error}"
+    for seed in seeds:
+        arrivals = generate(kind, seed=seed, vocab_size=config.vocab_size)
+        longest = longest_context(arrivals)
+        if longest > config.max_position_embeddings:
+            return (
+                f"workload: with seed {seed} a request comes to {longest} tokens, the model has "
+                f"max_position_embeddings {config.max_position_embeddings}; shorten prompts or outputs"
+            )
+    return None
+
+
+def _config(model: Mapping[str, Any]) -> ModelConfig:
+    directory = model.get("directory")
+    if not directory:
+        return preset(model.get("preset") or "tiny")
+    config = load_config(Path(directory))
+    load_weights(config, Path(directory))  # checks all headers; reads no tensor
+    return config

@@ -1,0 +1,67 @@
+"""What the built-in engine refuses before anything starts, asked as a user would: through the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from serving.model_config import preset
+from serving.weights import random_weights
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND_S = 120
+
+
+def run(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    """`hangrig run dp-idle-burst` with these settings; nothing may be left in the directory of runs."""
+    command = [sys.executable, "-m", "harness.cli", "run", "dp-idle-burst", "--out", str(tmp_path / "runs")]
+    for setting in settings:
+        command += ["--set", setting]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    assert not (tmp_path / "runs").exists()
+    return done
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A whole model directory."""
+    config = preset("tiny")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config.to_json()))
+    save_file(dict(random_weights(config, 0)), folder / "model.safetensors")
+    return folder
+
+
+def test_a_directory_without_its_tensors_is_named(tmp_path: Path, directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    done = run(tmp_path, f"model.directory={directory}")
+    assert done.returncode == 2
+    assert str(directory) in done.stderr and "model.safetensors" in done.stderr
+
+
+def test_a_tensor_of_the_wrong_shape_is_named(tmp_path: Path, directory: Path) -> None:
+    weights = dict(random_weights(preset("tiny"), 0))
+    weights["model.norm.weight"] = weights["model.norm.weight"][:-1].contiguous()
+    save_file(weights, directory / "model.safetensors")
+    done = run(tmp_path, f"model.directory={directory}")
+    assert done.returncode == 2
+    assert "model.norm.weight" in done.stderr and "63" in done.stderr and "64" in done.stderr
+
+
+def test_another_architecture_is_named(tmp_path: Path, directory: Path) -> None:
+    (directory / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    done = run(tmp_path, f"model.directory={directory}")
+    assert done.returncode == 2
+    assert "llama" in done.stderr.lower() and "deepseek" in done.stderr.lower()
+
+
+def test_requests_that_the_model_cannot_hold_are_named(tmp_path: Path) -> None:
+    done = run(tmp_path, "workload.long_prompt_tokens=9000", "engine.kv_tokens=20000")
+    assert done.returncode == 2
+    assert "max_position_embeddings 8192" in done.stderr
