@@ -29,7 +29,7 @@ def measure(settings: Settings) -> list[Figure]:
     with started() as pair:
         figures = [engine_figures.decode_step(pair, settings), harness_figures.ledger_share(pair, settings)]
         step_us = figures[-1].arms["ledger-on"]["step_us"]
-        with pair.held(harness_figures.LEDGER_ARM) as held:
+        with pair.held(harness_figures.TIMED_ARM) as held:
             figures.append(harness_figures.ledger_operations(held, settings, step_us))
             figures.append(harness_figures.capture_time(held, settings))
         figures += [

@@ -34,6 +34,8 @@ class Arm:
     kind: Kind = "engine"
     toggles: Mapping[str, str] = field(default_factory=dict)
     ledger: bool = False
+    timed: bool = False
+    """Every call into the ledger is timed where it is made."""
 
     def all_toggles(self) -> dict[str, str]:
         return {**BASE, **self.toggles}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -16,15 +17,16 @@ from bench.figures import Between, Figure, stepped
 from bench.pair import BenchError, HeldPair, RankPair
 from bench.ratio import paired_ratio
 from bench.settings import Settings
-from harness.capture import CaptureRequest, capture, find_py_spy
+from harness.capture import CaptureRank, CaptureRequest, capture, find_py_spy
+from harness.devices.sim_streams import call_site
 from harness.ledger import LedgerReader, LedgerWriter
-from harness.ledger_snapshot import Snapshot
 from harness.tools import run_tools
 
 _CAPTURE_S = 20.0
-_COUNTED_STEPS = 20
+_WARM_STEPS = 4
+_TIMED_STEPS = 40
 LEDGER_ARM = Arm("ledger-on", ledger=True)
-_STAMP_INTERVAL_S = 0.05
+TIMED_ARM = Arm("ledger-timed", ledger=True, timed=True)
 
 
 def ledger_share(pair: RankPair, settings: Settings) -> Figure:
@@ -36,18 +38,25 @@ def ledger_share(pair: RankPair, settings: Settings) -> Figure:
 
 
 def ledger_operations(held: HeldPair, settings: Settings, step_us: float) -> Figure:
-    """Nanoseconds of each operation alone, and what a step's operations come to."""
+    """Each operation in a loop of its own and where the engine makes it, and what a step's come to.
+
+    ``held``: of the timed arm. ``step_us``: a step with a ledger.
+    """
     with tempfile.TemporaryDirectory(prefix="hangrig-bench-") as folder:
-        costs_ns = _operation_costs_ns(Path(folder), settings)
-    counts = _operations_per_step(held)
-    sum_us = sum(counts.get(name, 0.0) * cost_ns for name, cost_ns in costs_ns.items()) / 1e3
-    arms = {
-        name: {"ns": cost_ns, "calls_per_step": counts.get(name, 0.0)} for name, cost_ns in costs_ns.items()
-    }
+        alone_ns = _operations_alone_ns(Path(folder), settings)
+    held.step(_WARM_STEPS)
+    spent_ns = held.step(_TIMED_STEPS)[0]
+    arms: dict[str, dict[str, float]] = {name: {"alone_ns": cost_ns} for name, cost_ns in alone_ns.items()}
+    sum_us = 0.0
+    for name, spent in spent_ns.items():
+        calls = len(spent) / _TIMED_STEPS
+        sum_us += calls * median(spent) / 1e3
+        arms.setdefault(name, {}).update(in_step_ns=median(spent), calls_per_step=calls)
     arms["all of a step"] = {"us_per_step": sum_us, "share_of_step": sum_us / step_us}
     return Figure(
         "ledger operations",
-        "Time of one operation in an idle process, the fastest of several batches; calls per step of one rank.",
+        "One operation in a loop of its own (the fastest of several batches), and on rank 0 between the engine's "
+        "other work (median); their sum over a step, on all threads, to the step.",
         arms,
         [],
     )
@@ -58,32 +67,39 @@ def capture_time(held: HeldPair, settings: Settings) -> Figure:
     py_spy = find_py_spy()
     if py_spy is None:
         raise BenchError("py-spy is not installed; install it with: pip install py-spy")
-    together_s, apart_s = [], []
+    seconds: dict[str, list[float]] = {"harness.capture": [], "py-spy together": [], "py-spy in turn": []}
     with tempfile.TemporaryDirectory(prefix="hangrig-bench-") as folder:
         for turn in range(2 * settings.captures):
-            ways: list[Callable[[], None]] = [
-                lambda turn=turn: together_s.append(_together(held, Path(folder), turn)),  # type: ignore[misc]
-                lambda: apart_s.append(_apart(held, py_spy)),
+            request = CaptureRequest(
+                held.ranks, Path(folder) / f"{turn}", sample=0, native=True, deadline_s=_CAPTURE_S
+            )
+            ways: list[tuple[str, Callable[[], None]]] = [
+                ("harness.capture", partial(_captured, request)),
+                ("py-spy together", partial(_dumped, py_spy, [held.ranks])),
+                ("py-spy in turn", partial(_dumped, py_spy, [(rank,) for rank in held.ranks])),
             ]
-            for way in ways if turn % 2 == 0 else reversed(ways):
+            for name, way in ways if turn % 2 == 0 else reversed(ways):
+                began_s = time.monotonic()
                 way()
-    arms = {
-        "harness.capture": {"s": median(together_s)},
-        "py-spy one after another": {"s": median(apart_s)},
-    }
-    ratio = paired_ratio(together_s, apart_s)
+                seconds[name].append(time.monotonic() - began_s)
+    base = "py-spy in turn"
     return Figure(
         "capture",
-        "Plain and native stacks of 2 ranks, with ledgers and everything synced to disk, over py-spy alone.",
-        arms,
-        [Between("harness.capture", "py-spy one after another", "s", ratio)],
+        "Plain and native stacks of 2 ranks that stand still; harness.capture also takes ledgers and syncs "
+        "everything to disk.",
+        {name: {"s": median(values)} for name, values in seconds.items()},
+        [
+            Between(name, base, "s", paired_ratio(values, seconds[base]))
+            for name, values in seconds.items()
+            if name != base
+        ],
     )
 
 
 # --- the ledger's operations ---------------------------------------------------------------------------------
 
 
-def _operation_costs_ns(folder: Path, settings: Settings) -> dict[str, float]:
+def _operations_alone_ns(folder: Path, settings: Settings) -> dict[str, float]:
     path = folder / "rank0.ledger"
     writer = LedgerWriter.create(
         path, rank=0, world=2, node="n", device="sim:0", decisions_path=folder / "decisions.jsonl"
@@ -107,10 +123,6 @@ def _operation_costs_ns(folder: Path, settings: Settings) -> dict[str, float]:
         writer.collective_start(group, last)
         writer.collective_complete(group, last)
 
-    def graph_collectives() -> None:
-        last = writer.collective_enqueue(group, "graph decode.8", (4,), "", 4)
-        writer.collective_complete(group, last)
-
     decision = {
         "step": 100, "mode": "decode", "modes": ["decode", "decode"], "tokens": [8, 8], "padding": "max_len",
         "bucket": 8, "graph": True, "update": True, "retracted": [], "waiting": 0, "tokens_out": 800,
@@ -119,11 +131,11 @@ def _operation_costs_ns(folder: Path, settings: Settings) -> dict[str, float]:
         "nothing": lambda: None,
         "phase": phase,
         "enqueue": lambda: writer.enqueue("compute", "metadata_copy", "serving/engine.py:197"),
+        "call site": call_site,
         "complete": complete,
         "external_recorded": lambda: writer.external_recorded(0),
         "external_consumed": lambda: writer.external_consumed(events),
-        "collective": collective,
-        "graph_collectives": graph_collectives,
+        "collective, all three": collective,
         "decision": lambda: writer.decision(decision),
         "stamp": lambda: writer.stamp("compute"),
     }
@@ -151,61 +163,25 @@ def _fastest_ns(operation: Callable[[], object], calls: int, batches: int) -> fl
     return fastest_ns
 
 
-def _operations_per_step(held: HeldPair) -> Mapping[str, float]:
-    """Counted in the ledger of rank 0 over some steps."""
-    path = held.ranks[0].ledger_path
-    assert path is not None
-    held.step(2)
-    before = _snapshot(path)
-    began_s = time.monotonic()
-    held.step(_COUNTED_STEPS)
-    duration_s = time.monotonic() - began_s
-    after = _snapshot(path)
-    counts = {name: value - _counts(before)[name] for name, value in _counts(after).items()}
-    counts["stamp"] = len(after.streams) * duration_s / _STAMP_INTERVAL_S
-    counts["external_consumed"] = counts["graph_collectives"] = counts["decision"] = _COUNTED_STEPS
-    return {name: value / _COUNTED_STEPS for name, value in counts.items()}
-
-
-def _snapshot(path: Path) -> Snapshot:
-    reader = LedgerReader.open(path)
-    try:
-        return reader.snapshot()
-    finally:
-        reader.close()
-
-
-def _counts(snapshot: Snapshot) -> dict[str, float]:
-    agreements = snapshot.groups["agree"].completed
-    return {
-        "phase": snapshot.host.phase_changes,
-        "enqueue": sum(stream.enqueued for stream in snapshot.streams.values()),
-        "complete": sum(stream.completed for stream in snapshot.streams.values()),
-        "external_recorded": sum(event.records for event in snapshot.external),
-        "collective": agreements,
-    }
-
-
 # --- captures ------------------------------------------------------------------------------------------------
 
 
-def _together(held: HeldPair, folder: Path, turn: int) -> float:
-    began_s = time.monotonic()
-    report = capture(
-        CaptureRequest(held.ranks, folder / f"{turn}", sample=0, native=True, deadline_s=_CAPTURE_S)
-    )
-    duration_s = time.monotonic() - began_s
+def _captured(request: CaptureRequest) -> None:
+    report = capture(request)
     if report.missing:
         raise BenchError(f"the capture lacks {'; '.join(f'{m.what}: {m.why}' for m in report.missing)}")
-    return duration_s
 
 
-def _apart(held: HeldPair, py_spy: Path) -> float:
-    began_s = time.monotonic()
+def _dumped(py_spy: Path, turns: Sequence[Sequence[CaptureRank]]) -> None:
+    """Plain, then native dumps; the ranks of one turn at once, one turn after the other."""
     for options in ([], ["--native"]):
-        for rank in held.ranks:
-            command = [str(py_spy), "dump", "--pid", str(rank.pid), "--json", *options]
-            result = run_tools({rank.rank: command}, deadline_s=time.monotonic() + _CAPTURE_S)[rank.rank]
-            if result.problem is not None:
-                raise BenchError(f"py-spy of rank {rank.rank}: {result.problem}")
-    return time.monotonic() - began_s
+        for ranks in turns:
+            commands = {
+                rank.rank: [str(py_spy), "dump", "--pid", str(rank.pid), "--json", *options] for rank in ranks
+            }
+            results = run_tools(commands, deadline_s=time.monotonic() + _CAPTURE_S)
+            problems = [
+                f"rank {rank}: {result.problem}" for rank, result in results.items() if result.problem
+            ]
+            if problems:
+                raise BenchError(f"py-spy: {'; '.join(problems)}")

@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from bench.arms import WORLD, Arm, Blocks, Plan
-from bench.rank import Answer, Command, Failed, Hold, Release, main
+from bench.rank import Answer, Command, Failed, Hold, Release, Spent, main
 from harness.capture import CaptureRank
 from harness.processes import read_process
 
@@ -41,6 +41,10 @@ class RankPair:
         self._pipes = pipes
         self._folder = folder
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid or 0 for process in self._processes)
+
     def run(self, plan: Plan) -> list[list[Blocks]]:
         """By rank, by arm. Raises BenchError."""
         answers = self.ask(plan, ANSWER_S)
@@ -54,7 +58,7 @@ class RankPair:
         self.ask(Release(), ANSWER_S)
 
     def _capture_rank(self, arm: Arm, rank: int) -> CaptureRank:
-        pid = self._processes[rank].pid or 0
+        pid = self.pids[rank]
         return CaptureRank(
             rank=rank,
             pid=pid,
@@ -100,9 +104,10 @@ class HeldPair:
     arm: Arm
     ranks: tuple[CaptureRank, ...]
 
-    def step(self, steps: int) -> None:
-        """Runs some steps and stands still again."""
-        self.pair.ask(Hold(self.arm, steps), ANSWER_S)
+    def step(self, steps: int) -> list[Spent]:
+        """Runs some steps and stands still again. By rank: what a timed arm's ledger spent."""
+        answers = self.pair.ask(Hold(self.arm, steps), ANSWER_S)
+        return [answer for answer in answers if isinstance(answer, dict)]
 
 
 @contextmanager

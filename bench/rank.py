@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -16,6 +17,7 @@ from typing import TypeAlias
 
 from bench.arms import MODEL, WAIT_S, WORLD, Arm, Blocks, Plan
 from bench.stepper import BenchRank, Stepper
+from bench.timed_ledger import TimedLedger, counted
 from harness.tracing import install_faulthandler
 
 IDLE_S = 120.0
@@ -45,8 +47,10 @@ class Failed:
 
 
 Command: TypeAlias = Plan | Hold | Release
-Answer: TypeAlias = list[Blocks] | Failed | None
-"""Times by arm for a plan, None for the others. The first None of all says that the rank is up."""
+Spent: TypeAlias = dict[str, Sequence[int]]
+Answer: TypeAlias = list[Blocks] | Spent | Failed | None
+"""Times by arm for a plan; for a hold the nanoseconds of each call into a timed ledger, by operation, else
+nothing; None for a release. The first None of all says that the rank is up."""
 
 
 def main(rank: int, shared: str, folder: str, pipe: Connection) -> None:
@@ -81,14 +85,20 @@ def _serve(actor: BenchRank, folder: Path, pipe: Connection) -> None:
                 if arm is None:
                     arm = actor.stepper(command.arm, HELD_STEPS, folder)
                     held.callback(arm.close)
-                for _ in range(command.steps):
-                    arm.step()
-                arm.drain()
-                pipe.send(None)
+                pipe.send(_hold(arm, command.steps))
             else:
                 held.close()
                 arm = None
                 pipe.send(None)
+
+
+def _hold(arm: Stepper, steps: int) -> Spent:
+    if isinstance(arm.ledger, TimedLedger):
+        arm.ledger.forget()
+    for _ in range(steps):
+        arm.step()
+    arm.drain()
+    return counted(arm.ledger.spent_ns) if isinstance(arm.ledger, TimedLedger) else {}
 
 
 def run(actor: BenchRank, plan: Plan, folder: Path) -> list[Blocks]:

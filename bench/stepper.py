@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.arms import ROWS, WAIT_S, WORLD, Arm, trial_spec
+from bench.timed_ledger import TimedLedger
 from harness.devices.base import Event, Graph
 from harness.devices.sim import SimDevice, SimOptions
 from harness.ledger import LedgerWriter
@@ -29,9 +30,9 @@ class Stepper:
         self, step: Callable[[], None], device: SimDevice, comm: Comm, ledger: LedgerWriter | None
     ) -> None:
         self.step = step
+        self.ledger = ledger
         self._device = device
         self._comm = comm
-        self._ledger = ledger
 
     def align(self) -> None:
         """Returns when all ranks came here."""
@@ -47,8 +48,8 @@ class Stepper:
         self._comm.shut()
         self._device.close(_CLOSE_S)
         self._comm.close()
-        if self._ledger is not None:
-            self._ledger.close()
+        if self.ledger is not None:
+            self.ledger.close()
 
 
 class BenchRank(RankActor):
@@ -58,7 +59,7 @@ class BenchRank(RankActor):
         """A new arm, past its prefills. All ranks make the same arms in the same order."""
         self._trials += 1
         spec = trial_spec(arm, decode_steps, folder)
-        ledger = self._make_ledger(spec) if spec.ledger else None
+        ledger = self._ledger(arm, spec)
         device = _device(spec, ledger, self._rank)
         options = CommOptions(
             rank=self._rank,
@@ -71,6 +72,18 @@ class BenchRank(RankActor):
         comm = Comm(options, device, ledger, self._groups, token=f"bench-{self._trials}")
         make = self._engine if arm.kind == "engine" else self._collectives
         return Stepper(make(spec, device, comm, ledger), device, comm, ledger)
+
+    def _ledger(self, arm: Arm, spec: TrialSpec) -> LedgerWriter | None:
+        if not arm.timed:
+            return self._make_ledger(spec) if arm.ledger else None
+        return TimedLedger.create(
+            Path(spec.ledger_paths[self._rank]),
+            rank=self._rank,
+            world=WORLD,
+            node="local",
+            device=f"sim:{self._rank}",
+            decisions_path=Path(spec.decisions_paths[self._rank]),
+        )
 
     def _engine(
         self, spec: TrialSpec, device: SimDevice, comm: Comm, ledger: LedgerWriter | None

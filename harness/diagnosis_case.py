@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from harness.diagnosis_model import Evidence, Fact, Missing, Operation, RankEvidence
-from harness.diagnosis_places import host_place, stream_places
+from harness.diagnosis_places import host_place, raising_place, stream_places
 from harness.ledger_snapshot import OpRecord, Snapshot, StreamState
 from harness.lost_records import graph_of, replay_number
 from harness.stacks import Frame, ProcessStacks
@@ -133,7 +133,7 @@ class View:
         return Fact(fact, self.stacks_path if place else self.ledger_path)
 
     def last_words(self) -> tuple[Fact, ...]:
-        """How the ledger of a process that is gone ends."""
+        """How the ledger of a rank ends whose task or process has."""
         if self.snapshot is None:
             return ()
         host = self.snapshot.host
@@ -170,10 +170,9 @@ class View:
 
     def raised_fact(self) -> Fact:
         text = (self.exception or "").strip().splitlines()
-        return Fact(
-            f"rank {self.rank} raised {text[-1] if text else 'an exception'}",
-            f"evidence/logs/rank{self.rank}.txt",
-        )
+        place = raising_place(self.exception or "")
+        fact = f"rank {self.rank} raised {text[-1] if text else 'an exception'}"
+        return Fact(f"{fact}{f', in {place}' if place else ''}", "history.json")
 
     def stack_facts(self) -> tuple[Fact, ...]:
         """Where the stream threads of a simulated device stand. They decide nothing: hardware has none."""

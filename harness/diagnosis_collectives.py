@@ -39,7 +39,7 @@ def raised(case: Case) -> Cause | None:
         decided = case.others_known(ranks)
         facts = [view.raised_fact() for view in chosen]
         facts += wait_facts(case, wait)
-        facts += [view.host_fact() for view in chosen]
+        facts += [fact for view in chosen for fact in view.last_words()]
         return Cause(
             kind="hang",
             mechanism="collective-skipped",

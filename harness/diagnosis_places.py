@@ -14,6 +14,7 @@ _STANDARD = re.compile(r"(?:^|/)lib/python3[.]\d+/(?!(?:site|dist)-packages/)|^<
 _LIBRARIES = re.compile(r"(?:^|/)(?:site|dist)-packages/(?:torch|torch_npu|ray|numpy|zmq|uvloop)/")
 _PLUMBING = re.compile(r"(?:^|/)(?:harness/devices/\w+|serving/(?:comm|board|transfer|symmetric))[.]py$")
 """Layers of this project that carry out a caller's wish."""
+_TRACEBACK_FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+), in (\S+)$', re.MULTILINE)
 _OURS = re.compile(r"^(?:.*/)?(?=(?:harness|serving)/[\w/]+[.]py$)")
 
 
@@ -26,7 +27,8 @@ def host_place(stacks: ProcessStacks) -> str:
     frames = () if thread is None else tuple(frame for frame in thread.frames if not frame.native)
     if thread is None or not frames:
         return words(thread.frames[0]) if thread is not None and thread.frames else ""
-    at = next((index for index, frame in enumerate(frames) if _is_engine(frame) and not is_wait(frame)), 0)
+    engine = [index for index, frame in enumerate(frames) if _is_engine(frame)]
+    at = next((index for index in engine if not is_wait(frames[index])), engine[0] if engine else 0)
     waits = [frame for frame in frames[:at] if is_wait(frame)]
     return words(frames[at]) + (f", waiting in {words(waits[-1])}" if waits else "")
 
@@ -43,6 +45,13 @@ def stream_places(stacks: ProcessStacks) -> str:
         place = telling[0] if telling else first
         said.append(f"{thread.role} {'idle' if first.name in _IDLE else f'in {place.name}'}")
     return ", ".join(said)
+
+
+def raising_place(traceback: str) -> str:
+    """The innermost frame of the engine in the text of the last exception; empty without a traceback."""
+    frames = [Frame(name, file, int(line)) for file, line, name in _TRACEBACK_FRAME.findall(traceback)]
+    engine = [frame for frame in frames if _is_engine(frame)]
+    return words((engine or frames)[-1]) if frames else ""
 
 
 def words(frame: Frame) -> str:

@@ -47,6 +47,9 @@ def stream_order(case: Case) -> Cause | None:
         starving = starved[rank]
         if starving is not None:
             facts.append(starving)
+        fence = _fence_words(view)
+        if fence:
+            facts.append(Fact(f"rank {rank}: {fence}", view.ledger_path))
         facts.append(view.host_fact())
     for view in case.views.values():
         if view.rank not in ranks:
@@ -95,9 +98,6 @@ def _facts(view: View, lost: LostRecord) -> list[Fact]:
     )
     if lost.doubt:
         facts.append(Fact(f"rank {view.rank}: but not each of them was lost: {lost.doubt}", view.ledger_path))
-    fence = _fence_words(view)
-    if fence:
-        facts.append(Fact(f"rank {view.rank}: {fence}", view.ledger_path))
     return facts
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import psutil
 
+from harness.capture import find_py_spy
 from harness.machine import package_version, read_first_line
 from harness.toggles import DEVICES, SYMM_MEM_TORCH, torch_release
 
@@ -194,12 +195,6 @@ def _has_capability(bit: int) -> bool:
     return bool(masks) and bool(int(masks[0], 16) >> bit & 1)
 
 
-def find_py_spy() -> str | None:
-    """py-spy beside this Python, else on the PATH."""
-    beside = Path(sys.executable).parent / "py-spy"
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
-
-
 def check_py_spy() -> Check:
     """Really reads the stack of a child, through the same door as for a rank."""
     program = find_py_spy()
@@ -208,12 +203,12 @@ def check_py_spy() -> Check:
     with _child() as pid:
         if pid is None:
             return Check("py-spy", "warn", "the child to look at did not start in time", "look at the load")
-        command = [program, "dump", "--json", "--pid", str(pid)]
+        command = [str(program), "dump", "--json", "--pid", str(pid)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=DUMP_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             return Check("py-spy", "fail", _short(error), "install py-spy again, or look at the load")
-    version = package_version("py-spy") or program
+    version = package_version("py-spy") or str(program)
     mend = "allow ptrace: container capability SYS_PTRACE, or kernel.yama.ptrace_scope = 0"
     if done.returncode != 0:
         return Check("py-spy", "fail", f"{version} cannot read a stack: {_short(done.stderr.decode())}", mend)

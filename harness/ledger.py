@@ -51,6 +51,11 @@ __all__ = [
 
 _now_ns = time.monotonic_ns
 
+_ENQUEUE_NUMBERS = struct.Struct("<Qq")
+_COLLECTIVE_NUMBERS = struct.Struct("<QIQ")
+"""What ``layout.ENQUEUE`` and ``layout.COLLECTIVE`` begin with; the rest is the same again and again."""
+_TEXTS_KEPT = 1024
+
 
 def process_start_time_ticks(pid: int) -> int | None:
     """Field 22 of ``/proc/PID/stat`` (clock ticks since boot), or None when there is no such process."""
@@ -124,6 +129,8 @@ class LedgerWriter:
         self._waits_ring = Ring(mapping, LAYOUT.external_waits)
         self._register_rings = rings(LAYOUT.register)
         self._groups: list[Group] = []
+        self._texts: dict[tuple[str, str], bytes] = {}
+        self._details: dict[tuple[object, ...], bytes] = {}
         self._phase = ""
         self._step = 0
         self._completed = dict.fromkeys(STREAMS, 0)
@@ -131,6 +138,8 @@ class LedgerWriter:
         self._overtaken = [0] * layout.EXTERNAL_EVENTS
         self._first_overtaken = [0] * layout.EXTERNAL_EVENTS
         self._waits = [0] * layout.EXTERNAL_EVENTS
+        self._waits_used = 0
+        self._pack_waits = struct.Struct("<").pack
         self._decisions = None if decisions_path is None else DecisionFile(decisions_path)
         self.phase("start", 0)
 
@@ -144,7 +153,8 @@ class LedgerWriter:
             self._step = step
             changes = self._phase_ring.count + 1
             self._phase_ring.write(layout.PHASE.pack(changes, now, step, pack_text(name, layout.PHASE_BYTES)))
-        self._heartbeat_ring.write(layout.TIME.pack(now))
+        else:
+            self._heartbeat_ring.write(layout.TIME.pack(now))
 
     def heartbeat(self) -> None:
         """The host is alive. Host thread."""
@@ -171,14 +181,20 @@ class LedgerWriter:
 
     def enqueue(self, stream: str, label: str, site: str) -> int:
         """An operation was put on ``stream`` at ``site`` ("file:line"). Returns its sequence, from 1."""
-        return self._enqueue_rings[stream].write(
-            layout.ENQUEUE.pack(
-                _now_ns(),
-                self._step,
-                pack_text(label, layout.LABEL_BYTES),
-                pack_text_tail(site, layout.SITE_BYTES),
-            )
+        texts = self._texts.get((label, site))
+        if texts is None:
+            texts = self._keep_texts(label, site)
+        return self._enqueue_rings[stream].write(_ENQUEUE_NUMBERS.pack(_now_ns(), self._step) + texts)
+
+    def _keep_texts(self, label: str, site: str) -> bytes:
+        """A step enqueues the same operations at the same sites again: their texts are packed once."""
+        if len(self._texts) >= _TEXTS_KEPT:
+            self._texts.clear()
+        packed = layout.ENQUEUE.pack(
+            0, 0, pack_text(label, layout.LABEL_BYTES), pack_text_tail(site, layout.SITE_BYTES)
         )
+        texts = self._texts[label, site] = packed[_ENQUEUE_NUMBERS.size :]
+        return texts
 
     # --- the thread that sees a stream's completions
 
@@ -218,8 +234,10 @@ class LedgerWriter:
         """
         for event in events:
             self._waits[event] += 1
-        used = max((event for event in range(layout.EXTERNAL_EVENTS) if self._waits[event]), default=-1) + 1
-        self._waits_ring.write(struct.pack(f"<{used}Q", *self._waits[:used]))
+            if event >= self._waits_used:
+                self._waits_used = event + 1
+                self._pack_waits = struct.Struct(f"<{self._waits_used}Q").pack
+        self._waits_ring.write(self._pack_waits(*self._waits[: self._waits_used]))
 
     # --- collectives
 
@@ -272,17 +290,24 @@ class LedgerWriter:
             with state.lock:
                 state.add_batch(state.enqueued + 1, last)
         state.enqueued = last
-        state.enqueue.write(
-            layout.COLLECTIVE.pack(
-                last,
-                count,
-                _now_ns(),
-                pack_text(operation, 32),
-                pack_text(dtype, 16),
-                *layout.pack_shape(shape),
-            )
-        )
+        what = (operation, dtype, *shape)
+        details = self._details.get(what)
+        if details is None:
+            details = self._keep_details(what, operation, shape, dtype)
+        state.enqueue.write(_COLLECTIVE_NUMBERS.pack(last, count, _now_ns()) + details)
         return last
+
+    def _keep_details(
+        self, what: tuple[object, ...], operation: str, shape: Sequence[int], dtype: str
+    ) -> bytes:
+        """As ``_keep_texts``, for collectives."""
+        if len(self._details) >= _TEXTS_KEPT:
+            self._details.clear()
+        packed = layout.COLLECTIVE.pack(
+            0, 0, 0, pack_text(operation, 32), pack_text(dtype, 16), *layout.pack_shape(shape)
+        )
+        details = self._details[what] = packed[_COLLECTIVE_NUMBERS.size :]
+        return details
 
     def collective_start(self, group: int, sequence: int) -> None:
         """The executing thread entered collective ``sequence``."""

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from harness.ledger_layout import DECISION_BYTES, LedgerError
 
+_encode = json.JSONEncoder(separators=(",", ":"), default=str, skipkeys=True).encode
+
 
 class DecisionFile:
     """Appends lines to a file and counts those it could not take. Never raises after it was opened."""
@@ -54,7 +56,7 @@ class DecisionFile:
 
 def compact(record: Mapping[str, object]) -> bytes:
     """One line of JSON without its end; what JSON does not know is written as text."""
-    return json.dumps(dict(record), separators=(",", ":"), default=str, skipkeys=True).encode()
+    return _encode(dict(record)).encode()
 
 
 def shortened(record: Mapping[str, object]) -> bytes:

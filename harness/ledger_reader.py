@@ -202,15 +202,18 @@ class LedgerReader:
         size, *rest = layout.REGISTER.unpack(registered)
         log = self._records(LAYOUT.group_log[index], LAYOUT.group_log[index].slots)
         enqueues = self._records(LAYOUT.collective[index], RECENT_COLLECTIVES)
+        newest = enqueues.last()
+        oldest = layout.COLLECTIVE.unpack(newest)[0] - RECENT_COLLECTIVES + 1 if newest else 0
         started_ns: dict[int, int] = {}
-        completed: list[tuple[int, int, int]] = []
+        completed_ns: dict[int, int] = {}
         started = all_completed = 0
         for _, payload in sorted(log.payloads.items()):
             kind, first, last, at_ns, started, all_completed = layout.GROUP_LOG.unpack(payload)
             if kind == layout.STARTED:
                 started_ns[first] = at_ns
             else:
-                completed.append((first, last, at_ns))
+                for sequence in range(max(first, oldest), last + 1):
+                    completed_ns.setdefault(sequence, at_ns)  # the log is in order: the earliest counts
         enqueued = 0
         recent: list[CollectiveRecord] = []
         for _, payload in sorted(enqueues.payloads.items()):
@@ -224,10 +227,7 @@ class LedgerReader:
                         dtype=unpack_text(dtype),
                         enqueued_ns=at_ns,
                         started_ns=started_ns.get(sequence),
-                        completed_ns=min(
-                            (end_ns for first, last, end_ns in completed if first <= sequence <= last),
-                            default=None,
-                        ),
+                        completed_ns=completed_ns.get(sequence),
                     )
                 )
         return GroupState(

@@ -86,6 +86,9 @@ class Group:
                 first = batch_first
                 break
         self.batches.pop(sequence, None)
+        if not self.early and first <= self.completed + 1:
+            self.completed = max(self.completed, sequence)
+            return first
         self.early.append((first, sequence))
         self.early.sort()
         joined = [(0, self.completed)]

@@ -230,6 +230,8 @@ class Jitter(Table):
     """Share of passes that are delayed."""
     low_us: Annotated[float, Field(gt=0)] = 1.0
     high_us: Annotated[float, Field(gt=0, le=2e6)] = 2000.0
+    longest_share: Share = 0.2
+    """At most this share of a rank's time is spent in delays; what would exceed it is left out."""
     sites: tuple[Site, ...] = ("copy.h2d", "copy.d2h", "event.wait", "graph.update", "comm.before")
 
 

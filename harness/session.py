@@ -258,8 +258,8 @@ class Session:
             return
         pids = ", ".join(f"rank {entry['rank']} pid {entry['pid']}" for entry in facts["ranks"])
         hold_s = self.request.hold_s
-        until = f"for {hold_s:g} s, or" if hold_s is not None else ""
-        view.line(f"held {until} until Ctrl-C: {pids}")
+        until = "until Ctrl-C" if hold_s is None else f"for {hold_s:g} s, or until Ctrl-C"
+        view.line(f"held {until}: {pids}")
         deadline = time.monotonic() + (hold_s if hold_s is not None else float("inf"))
         while time.monotonic() < deadline and not self.interrupts.count:
             time.sleep(_POLL_S)

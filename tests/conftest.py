@@ -10,6 +10,8 @@ import pytest
 if TYPE_CHECKING:
     from local_ranks import LocalRanks
 
+    from harness.pytest_plugin import HangOutcome, HangTrial
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[LocalRanks]:
@@ -21,3 +23,11 @@ def ranks() -> Iterator[LocalRanks]:
         yield local
     finally:
         local.close()
+
+
+@pytest.fixture(scope="session")
+def pinned_run(hang_trial: HangTrial, tmp_path_factory: pytest.TempPathFactory) -> HangOutcome:
+    """Seed 1 of dp-pinned-hang, pageable and pinned, and of its healthy twin: one real run for several files."""
+    from run_rig import run_pinned
+
+    return run_pinned(hang_trial, tmp_path_factory.mktemp("scenarios"))

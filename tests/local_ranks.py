@@ -35,6 +35,8 @@ from serving.comm import Comm, CommOptions, ProcessGroups
 from serving.engine import Engine
 from serving.targets.builtin_rank import RankActor
 
+START_S = 120.0
+"""Deadline of the imports."""
 JOB_S = 60.0
 """Longest a job may take; none that passes comes near it."""
 MEET_S = 30.0
@@ -99,7 +101,12 @@ class Seat:
 
     @contextmanager
     def comm(
-        self, name: str, *, ledger: LedgerWriter | None = None, timeout_s: float = WAIT_S, symmetric: bool = False
+        self,
+        name: str,
+        *,
+        ledger: LedgerWriter | None = None,
+        timeout_s: float = WAIT_S,
+        symmetric: bool = False,
     ) -> Iterator[tuple[SimDevice, Comm]]:
         """A device and its groups. ``name``: the same on all ranks, another one for each use in a job."""
         device = SimDevice(SimOptions(copy_latency_us=0.0, host_copy_latency_us=0.0), ledger, self.rank)
@@ -135,7 +142,9 @@ class LocalRanks:
 
     def __init__(self) -> None:
         shared_memory = Path("/dev/shm")
-        self._root = Path(tempfile.mkdtemp(prefix="ranks-", dir=shared_memory if shared_memory.is_dir() else None))
+        self._root = Path(
+            tempfile.mkdtemp(prefix="ranks-", dir=shared_memory if shared_memory.is_dir() else None)
+        )
         self._processes: list[tuple[SpawnProcess, Connection]] = []
         self._place: Place | None = None
         self._places = 0
@@ -167,8 +176,11 @@ class LocalRanks:
         shutil.rmtree(self._root)
 
     def _call(self, kind: str, world: int, job: Job, args: Sequence[Any], deadline_s: float) -> list[Outcome]:
-        while len(self._processes) < world:
-            self._start(len(self._processes))
+        if world > len(self._processes):
+            begun = len(self._processes)
+            for rank in range(begun, world):
+                self._start(rank)
+            self._collect([pipe for _, pipe in self._processes[begun:]], START_S)
         if self._place is None or self._place.world != world or self._kind != kind:
             self._places += 1
             self._kind = kind
@@ -233,6 +245,7 @@ def _main(rank: int, pipe: Connection, stacks: Path) -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     seat: Seat | None = None
+    pipe.send(Outcome())
     with stacks.open("w") as dump:
         while True:
             place, job, args, deadline_s = pipe.recv()
@@ -337,7 +350,9 @@ class Trials:
     world: int = 2
     made: list[str] = field(default_factory=list)
 
-    def spec(self, *, seed: int = 1, timeout_s: float = WAIT_S, ledger: bool = True, **tables: Any) -> TrialSpec:
+    def spec(
+        self, *, seed: int = 1, timeout_s: float = WAIT_S, ledger: bool = True, **tables: Any
+    ) -> TrialSpec:
         """``tables``: what differs from ``BASE``, by table."""
         name = f"trial-{len(self.made)}"
         self.made.append(name)

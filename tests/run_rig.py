@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from harness.ledger import LedgerReader
 from harness.ledger_layout import LedgerError
 from harness.ledger_snapshot import Snapshot
 from harness.process_control import ProcessId
+from harness.pytest_plugin import HangOutcome, HangTrial
 from harness.scenario import from_record
 from harness.session import context
 from harness.store import RunStore, read_trial
@@ -41,6 +43,27 @@ GONE_S = 30.0
 
 # Short silences are suspicious, so that tests are quick; long enough for a machine on which others work.
 QUICK = ("watchdog.ceiling_s=6", "watchdog.startup_s=10", "watchdog.capture_s=15")
+
+TWIN = """
+name = "dp-pinned-twin"
+summary = "the healthy twin of dp-pinned-hang: the same engine and requests, and no defect"
+
+[engine]
+kv_tokens = 2048
+max_running = 16
+graph_buckets = [1, 2, 4, 8, 16]
+
+[workload]
+kind = "alternating"
+grammar_share = 0.5
+
+[toggles]
+graph = "on"
+overlap = "on"
+
+[sim]
+memory_model = "cann"
+"""
 
 T = TypeVar("T")
 
@@ -58,6 +81,15 @@ def until(found: Callable[[], T | None], what: str, deadline_s: float = COME_S) 
             raise TimeoutError(f"{what} did not come within {deadline_s:g} s")
         pause.wait(0.02)
     return answer
+
+
+def run_pinned(hang_trial: HangTrial, folder: Path) -> HangOutcome:
+    """The pageable and the pinned arm of dp-pinned-hang and of its twin, seed 1. Only the last trial hangs, so
+    all have the same warm ranks."""
+    twin = folder / "dp-pinned-twin.toml"
+    twin.write_text(TWIN)
+    arms = ('arms.symm_mem=["off"]', 'arms.pinned=["pageable","pinned"]')
+    return hang_trial(twin, "dp-pinned-hang", settings=[*QUICK, *arms, "workload.requests=10"])
 
 
 @dataclass(slots=True)
@@ -172,6 +204,10 @@ class Command:
 
         self._come(still, "the hang")
 
+    def wait_for_words(self, pattern: str) -> re.Match[str]:
+        """Waits until standard error holds ``pattern``."""
+        return self._come(lambda: re.search(pattern, self.stderr), f"the words {pattern!r}")
+
     def _come(self, found: Callable[[], T | None], what: str) -> T:
         """As ``until``, and gives up at once when the driver has ended."""
 
@@ -182,7 +218,10 @@ class Command:
                 raise RuntimeError(f"the run ended ({self.driver.returncode}) before {what}:\n{self.stderr}")
             return (answer,) if answer else None
 
-        return until(look, what)[0]
+        try:
+            return until(look, what)[0]
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; the run said:\n{self.stderr}") from error
 
     # What is left of it -----------------------------------------------------------------------------------
 

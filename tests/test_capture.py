@@ -184,8 +184,10 @@ def test_py_spy_that_cannot_start_or_is_not_there(
     assert "pip install py-spy" in lacks(report)["py-spy stacks of rank 0"]
 
 
-def test_py_spy_is_found_beside_the_interpreter() -> None:
+def test_py_spy_is_found_beside_the_interpreter_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_py_spy() == Path(sys.executable).parent / "py-spy"
+    monkeypatch.setenv("HANGRIG_PY_SPY", "/somewhere/py-spy")
+    assert find_py_spy() == Path("/somewhere/py-spy")
 
 
 def test_a_hanging_py_spy_is_killed_and_leaves_nobody_stopped(tmp_path: Path, children: Children) -> None:

@@ -94,6 +94,8 @@ def test_leak(changes: dict[str, Any], said: Verdict, reason: str) -> None:
         ({"tokens": {"r0": [1]}, "finished": False}, "pass", "all 1 tokens equal"),
         ({"tokens": {"r0": [9]}, "finished": False}, "fail", "first request r0, token 0"),
         ({"tokens": {}, "finished": False}, "unknown", "no token to compare"),
+        ({"tokens": {}, "finished": False, "tokens_expected": "any"}, "skipped", "before its first token"),
+        ({"reference": {}, "tokens_expected": "any"}, "unknown", "no token to compare"),
         ({"reference": None, "reference_why": "it hung"}, "unknown", "there is no reference: it hung"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,10 @@ class Target:
 
     at: Progress = field(default_factory=Progress)
     driven: list[str] = field(default_factory=list)
+
+    def validate(
+        self, model: Mapping[str, Any], workload: Mapping[str, Any], seeds: Sequence[int]
+    ) -> None: ...
 
     def launch(self, spec: LaunchSpec, pool: RankPool) -> Sequence[RankProcess]:
         return RANKS

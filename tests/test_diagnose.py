@@ -21,6 +21,7 @@ from harness.diagnose import (
     Times,
     diagnose,
 )
+from harness.stacks import Frame
 
 TIMES = Times(1.0, 2.5, 3.0, 3.4)
 
@@ -117,6 +118,13 @@ def test_the_argument_comes_in_order_and_without_repeats() -> None:
     starts = [fact.fact.split(" ", 3)[:3] for fact in diagnose(d1()).proof]
     assert [start[1] for start in starts] == ["1:"] * 5 + ["0:"] * 3 + ["0:", "1:"]
     assert len({fact.fact for fact in diagnose(d1()).proof}) == len(starts)
+    argument = (
+        "has not finished graph.replay",
+        "9 records and 8 waits",
+        "no further record comes",
+        "(a fence)",
+    )
+    assert all(part in fact.fact for part, fact in zip(argument, diagnose(d1()).proof, strict=False))
 
 
 def test_overtaken_records_that_were_not_all_lost_make_it_supported_only() -> None:
@@ -345,8 +353,56 @@ def test_a_rank_that_raised_before_a_collective() -> None:
     assert (diagnosis.kind, diagnosis.mechanism, blamed(diagnosis)) == ("hang", "collective-skipped", [1])
     assert diagnosis.confidence == "proven"
     assert diagnosis.proof[0].fact == "rank 1 raised ValueError: no rows"
+    assert "rank 1: its ledger ends in phase 'launch' of step 10" in facts(diagnosis)
     assert diagnosis.collective is not None
     assert (diagnosis.collective.group, diagnosis.collective.sequence) == ("experts", 7)
+
+
+def test_the_place_of_an_exception_is_the_engine_s_own_line() -> None:
+    text = (
+        'Traceback (most recent call last):\n  File "/x/serving/engine.py", line 129, in step\n'
+        '    launched = self._launch(batch, plan)\n  File "/x/serving/engine.py", line 184, in _launch\n'
+        '  File "/x/serving/transfer.py", line 60, in to_device\n'
+        '  File "/y/lib/python3.11/site-packages/torch/functional.py", line 7, in stack\nValueError: no rows'
+    )
+    diagnosis = diagnose(skipped(text))
+    assert diagnosis.proof[0].fact == "rank 1 raised ValueError: no rows, in _launch (serving/engine.py:184)"
+    assert diagnosis.proof[0].evidence == "history.json"
+
+
+def test_the_host_s_place_is_the_engine_s_own_line_and_its_wait() -> None:
+    def frame(name: str, file: str, line: int) -> Frame:
+        return Frame(name, file, line)
+
+    stacks = Rank(0).stacks()
+    host = replace(
+        stacks.threads[0],
+        frames=(
+            frame("Condition.wait", "/usr/lib/python3.11/threading.py", 331),
+            frame("Life.block", "/x/harness/devices/sim_streams.py", 108),
+            frame("SimEvent.synchronize", "/x/harness/devices/sim_streams.py", 184),
+            frame("Transfers.wait", "/x/serving/transfer.py", 80),
+            frame("Engine._finish", "/x/serving/engine.py", 277),
+            frame("Engine.step", "/x/serving/engine.py", 131),
+        ),
+    )
+    found = set_rank(d1(), 1, stacks=replace(stacks, rank=1, threads=(host,)))
+    assert (
+        ", in Engine._finish (serving/engine.py:277), waiting in Transfers.wait (serving/transfer.py:80)"
+        in facts(diagnose(found))
+    )
+    foreign = replace(
+        host,
+        frames=(
+            frame("poll", "/v/lib/python3.11/site-packages/zmq/sugar/poll.py", 106),
+            frame("recv_requests", "/v/lib/python3.11/site-packages/sglang/srt/managers/scheduler.py", 900),
+        ),
+    )
+    found = set_rank(d1(), 1, stacks=replace(stacks, rank=1, threads=(foreign,)))
+    assert (
+        ", in recv_requests (sglang/srt/managers/scheduler.py:900), waiting in poll (zmq/sugar/poll.py:106)"
+        in facts(diagnose(found))
+    )
 
 
 def test_the_rank_that_logged_the_timeout_does_not_get_the_blame() -> None:

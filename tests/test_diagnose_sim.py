@@ -11,6 +11,7 @@ from harness.devices.base import Event
 from harness.devices.sim import SimDevice
 from harness.diagnose import Evidence, EvidenceSample, RankEvidence, diagnose
 from harness.ledger import LedgerReader, LedgerWriter
+from harness.lost_records import lost_record
 
 
 def decode_then_prefill(device: SimDevice, ledger: LedgerWriter, earlier: Gate) -> Event:
@@ -64,7 +65,10 @@ def test_a_real_ledger_tells_the_lost_record(tmp_path: Path, defect: bool) -> No
         found = diagnose(Evidence(1, samples, device_is_simulation=True))
         reader.close()
     ledger.close()
+    lost = lost_record(second)
     if defect:
+        assert lost is not None and not lost.doubt
+        assert (lost.graph, len(lost.events)) == ("decode.4", 2)
         assert (found.kind, found.mechanism, found.confidence) == ("hang", "stream-order", "proven")
         assert [culprit.rank for culprit in found.culprits] == [0]
         assert found.operation is not None
@@ -72,4 +76,5 @@ def test_a_real_ledger_tells_the_lost_record(tmp_path: Path, defect: bool) -> No
         assert found.operation.site.startswith("tests/test_diagnose_sim.py:")
         assert found.simulation
     else:
+        assert lost is None
         assert (found.kind, found.culprits) == ("none", ())

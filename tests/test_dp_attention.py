@@ -45,7 +45,9 @@ class OtherRanks:
         return [list(values), *(other.row() for other in self.others)]
 
 
-def plan_of(*states: LocalState, padding: Padding | None = None, buckets: Sequence[int] = BUCKETS) -> StepPlan:
+def plan_of(
+    *states: LocalState, padding: Padding | None = None, buckets: Sequence[int] = BUCKETS
+) -> StepPlan:
     group: Any = OtherRanks(states[1:])
     return agree(group, states[0], buckets=buckets, padding=padding)
 

@@ -37,7 +37,9 @@ class Recorder:
         self.visits.append((site, context))
 
 
-def delays_of(options: JitterOptions, seed: int, rank: int, sites: list[str], slept: list[float]) -> list[float]:
+def delays_of(
+    options: JitterOptions, seed: int, rank: int, sites: list[str], slept: list[float]
+) -> list[float]:
     slept.clear()
     jitter = Jitter(options, seed, rank)
     for site in sites:

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 import run_rig as rig
-from run_fixture import ARMS, RunBuilder
 
 from harness.diagnose import Diagnosis, Evidence, diagnose
-from harness.pytest_plugin import HangOutcome, read_outcome
+from harness.pytest_plugin import HangOutcome
 from harness.stacks import ProcessStacks
-from reports import write_all
 
 PINNED = {"pinned": "pinned"}
 PAGEABLE = {"pinned": "pageable"}
@@ -110,8 +108,9 @@ def test_the_diagnosis_needs_no_stack_of_a_stream_thread(pinned_run: HangOutcome
     whole, bare = diagnose(evidence), diagnose(without_threads(evidence, STREAM_THREADS))
     assert whole.to_json()["proof"] == pinned_run.diagnoses[hung.name]["proof"]
     assert judgement(bare) == judgement(whole)
-    told = [fact for fact in whole.proof if "thread of" not in fact.fact]
-    assert list(bare.proof) == told
+    # The threads of simulated streams add facts behind those that decide.
+    assert len(bare.proof) < len(whole.proof)
+    assert whole.proof[: len(bare.proof)] == bare.proof
 
 
 @hang
@@ -157,60 +156,3 @@ def without_threads(evidence: Evidence, names: set[str]) -> Evidence:
 def judgement(found: Diagnosis) -> dict[str, object]:
     """All that a diagnosis claims, without the facts that it rests on."""
     return {name: value for name, value in found.to_json().items() if name != "proof"}
-
-
-# The fixture itself, on a stored run: no process is needed for its words ------------------------------------
-
-
-@pytest.fixture
-def stored(tmp_path: Path) -> HangOutcome:
-    builder = RunBuilder(tmp_path)
-    builder.trial(ARMS[0], 1)
-    builder.trial(ARMS[1], 1, "hang")
-    builder.trial({"pinned": "pinned_sync"}, 1, "corrupt")
-    result = write_all(builder.finish())
-    return read_outcome(result.to_json(), result.exit)
-
-
-def test_a_failed_expectation_says_the_diagnosis(stored: HangOutcome) -> None:
-    with pytest.raises(pytest.fail.Exception) as failure:
-        stored.expect("healthy")
-    message = str(failure.value)
-    assert message.startswith("expected outcome healthy, not hang\n")
-    for words in (
-        "hang: stream-order (proven)",
-        "culprit: rank 1 (worker on node-0, pid 4001)",
-        "stream: compute, graph.replay decode[8] #412 from serving/engine.py:212, unfinished for 6.2 s",
-        "proof: on rank 1 the record of update.3 came before replay 58 had consumed the last one",
-        "missing evidence: native stack of rank 0",
-        f"again with: hangrig rerun {stored.path} pinned=pinned-s1",
-    ):
-        assert words in message
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"mechanism": "livelock"}, "mechanism livelock, not stream-order"),
-        ({"culprits": [0]}, "culprit ranks [0], not [1]"),
-        ({"culprits": []}, "culprit ranks [], not [1]"),
-    ],
-)
-def test_a_wrong_mechanism_or_culprit_fails(stored: HangOutcome, asked: dict[str, object], said: str) -> None:
-    with pytest.raises(pytest.fail.Exception, match=re.escape(said)):
-        stored.expect("hang", arm=PINNED, **asked)  # type: ignore[arg-type]
-
-
-def test_what_is_as_expected_passes(stored: HangOutcome) -> None:
-    stored.expect("hang", arm=PINNED, mechanism="stream-order", culprits=[1])
-    stored.expect("healthy", arm=PAGEABLE, culprits=[])
-
-
-def test_a_trial_without_a_diagnosis_says_its_checks(stored: HangOutcome) -> None:
-    with pytest.raises(pytest.fail.Exception, match="tokens: pass: 0 of 480 differ"):
-        stored.expect("healthy", arm={"pinned": "pinned_sync"})
-
-
-def test_an_arm_that_was_not_run_is_an_error_and_no_pass(stored: HangOutcome) -> None:
-    with pytest.raises(ValueError, match="no trial of any scenario has"):
-        stored.expect("healthy", arm={"pinned": "pinned_snapshot"})

@@ -464,6 +464,16 @@ def test_equal_prompts_share_pages_from_the_next_step_on() -> None:
     assert scheduler.counters.cached_tokens == 8
 
 
+def test_a_finished_request_leaves_its_output_in_the_cache_even_beside_a_twin() -> None:
+    scheduler = start(SchedulerConfig(kv_tokens=64), make("a", [5, 6], 4), make("twin", [5, 6], 6))
+    while scheduler.has_work():
+        step(scheduler)
+    # Both computed the same tokens side by side; the twin, whose prompt was cached by the other, went further.
+    scheduler.add(make("next", [5, 6, 1, 1, 1, 1, 1, 1, 1], 1))
+    (row,) = step(scheduler).rows
+    assert row.start == 2 + 5, "all of the twin but its last token, whose KV nobody computed"
+
+
 def test_a_long_prompt_comes_in_chunks_that_leave_room_for_others() -> None:
     config = SchedulerConfig(kv_tokens=200, chunk_tokens=8, max_prefill_tokens=12, prefix_cache=False)
     requests = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,6 +19,8 @@ from serving.symmetric import SymmetricHeap
 
 if TYPE_CHECKING:
     from local_ranks import LocalRanks, Seat
+
+    from harness.target import TrialSpec
 
 MIB = 1 << 20
 
@@ -115,7 +116,7 @@ def test_growth_registers_anew_and_keeps_one_segment_a_member(tmp_path: Path) ->
         for mebibytes in (1, 1, 2, 3, 4, 1):
             heap.all_reduce(torch.zeros(mebibytes * MIB // 4))
             sizes.append(heap.registered_bytes // MIB)
-        names = [name for name in os.listdir(tmp_path) if name.startswith(f"h.segment-{member}-")]
+        names = list(tmp_path.glob(f"h.segment-{member}-*"))
         maps = Path("/proc/self/maps").read_text().count(f"/h.segment-{member}-")
         return sizes, len(names), maps
 
@@ -124,7 +125,7 @@ def test_growth_registers_anew_and_keeps_one_segment_a_member(tmp_path: Path) ->
     assert [names for _, names, _ in results] == [1, 1], "segments that were outgrown are removed"
     # Each member maps each segment; one that lags may still be about to let the one before go.
     assert all(maps <= 3 for _, _, maps in results)
-    assert os.listdir(tmp_path) == [], "closing leaves no file"
+    assert list(tmp_path.iterdir()) == [], "closing leaves no file"
 
 
 def test_a_member_that_grows_alone_waits_and_names_who_did_not_come(tmp_path: Path) -> None:
@@ -226,3 +227,23 @@ def test_the_guard_does_see_a_process_group_that_carries_data(ranks: LocalRanks)
     for error, tried, _ in ranks.run(2, collectives_under_guard, False):
         assert tried, "without symmetric memory gloo carries the data"
         assert "on the process group" in error
+
+
+def engine_under_guard(seat: Seat, spec: TrialSpec) -> list[str]:
+    from local_ranks import run_trial
+
+    agreement = seat.actor._groups.get("agree")
+    assert agreement is not None
+    with ExitStack() as stack:
+        tried = only_the_agreement_may_communicate(stack, agreement)
+        run_trial(seat, spec)
+        return tried
+
+
+def test_a_whole_trial_brings_no_data_to_a_process_group(ranks: LocalRanks, tmp_path: Path) -> None:
+    from local_ranks import Trials
+
+    table = {"kind": "bursts", "bursts": 2, "requests_per_burst": 3, "prompt_tokens": (4, 20)}
+    spec = Trials(tmp_path, table).spec(toggles={"symm_mem": "on", "pinned": "pinned"})
+    trial = ranks.stressed(2, spec, engine_under_guard)
+    assert [(outcome.error, outcome.value) for outcome in trial.outcomes] == [(None, [])] * 2

@@ -45,6 +45,7 @@ pinned = ["pageable", "pinned"]
 probability = 1.0
 low_us = 200000
 high_us = 300000
+longest_share = 1.0
 sites = ["rank.step"]
 """
 STEP = 4
@@ -123,7 +124,9 @@ def test_ctrl_c_ends_the_run_with_what_is_known(tmp_path: Path, slow: Path) -> N
 
 
 def test_a_killed_driver_in_a_hang_leaves_a_run_that_can_be_reported(tmp_path: Path) -> None:
-    arguments = ["run", *HANG, "--on-hang", "hold", *rig.options(HANG_SETTINGS)]
+    # The agent suspects by then, and has five seconds more to be sure: the driver goes before that.
+    settings = (*HANG_SETTINGS, "watchdog.confirm_after_s=5")
+    arguments = ["run", *HANG, "--on-hang", "hold", *rig.options(settings)]
     command = rig.Command.start(tmp_path, *arguments, "--trials", "1")
     with command:
         trial = command.trial()
@@ -132,6 +135,7 @@ def test_a_killed_driver_in_a_hang_leaves_a_run_that_can_be_reported(tmp_path: P
         assert command.wait() == -signal.SIGKILL
         command.assert_nothing_left()
     assert not (trial / "trial.json").exists() and not (trial / "history.json").exists()
+    assert rig.load(trial / "evidence" / "manifest.json")["reason"].startswith("driver gone")
     for rank in (0, 1):
         for sample in (0, 1):
             assert {"MainThread", "hangrig-compute"} <= rig.threads(trial, sample, rank)

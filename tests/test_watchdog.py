@@ -148,6 +148,30 @@ def test_a_dead_process_is_suspected_at_once_and_confirmed() -> None:
     assert isinstance(bench.run(1)[-1], Confirmed)
 
 
+def test_a_death_is_no_end_of_a_task_though_the_driver_hears_of_both_at_once() -> None:
+    bench = Bench()
+    bench.warm()
+    bench.state[1] = "dead"
+    bench.run(PERIOD_S)
+    bench.done[1] = True
+    assert isinstance(bench.run(1)[-1], Confirmed)
+    at_once = Bench()
+    at_once.warm()
+    at_once.state[1], at_once.done[1] = "dead", True
+    found = at_once.run(1)[-1]
+    assert isinstance(found, Confirmed)
+    assert (found.reason, found.ranks) == ("dead", (1,))
+
+
+def test_a_rank_that_outlived_its_task_may_end() -> None:
+    bench = Bench()
+    bench.warm()
+    bench.done[1] = True
+    bench.run(PERIOD_S, lambda: bench.step(0))
+    bench.state[1] = "dead"
+    assert not alarms(bench.run(3, lambda: bench.step(0)))
+
+
 @pytest.mark.parametrize("state", ["dead", "missing"])
 def test_a_process_that_ends_after_its_task_is_nothing(state: str) -> None:
     bench = Bench()
@@ -175,6 +199,58 @@ def test_a_stop_longer_than_the_budget_is_stopped_and_a_shorter_one_nothing() ->
     found = alarms(bench.run(4))
     assert isinstance(found[-1], Confirmed)
     assert (found[-1].reason, found[-1].ranks) == ("stopped", (1,))
+
+
+def test_a_stopped_process_does_not_compile() -> None:
+    bench = Bench()
+    bench.warm()
+    bench.ranks[1].phase = "compile"
+    bench.state[1] = "stopped"
+    found = alarms(bench.run(SETTINGS.floor_s + SETTINGS.confirm_after_s + 3 * PERIOD_S))
+    assert isinstance(found[-1], Confirmed)
+    assert (found[-1].reason, found[-1].ranks) == ("stopped", (1,))
+
+
+def into(bench: Bench, phase: str) -> None:
+    for rank in bench.ranks:
+        rank.phase = phase
+
+
+def test_a_rank_that_made_whole_steps_has_its_usual_budget_in_a_phase_never_seen_before() -> None:
+    bench = Bench(settings=replace(SETTINGS, warm_steps=0))
+    bench.warm(3)
+    into(bench, "process")
+    found = alarms(bench.run(SETTINGS.floor_s + SETTINGS.confirm_after_s + 3 * PERIOD_S))
+    assert isinstance(found[-1], Confirmed)
+    assert found[-1].reason == "stalled"
+
+
+def test_before_that_it_has_the_ceiling() -> None:
+    bench = Bench(settings=replace(SETTINGS, warm_steps=0))
+    bench.warm(1)
+    into(bench, "process")
+    assert not alarms(bench.run(SETTINGS.ceiling_s - 1))
+
+
+def test_the_usual_budget_of_a_slow_rank_is_longer() -> None:
+    bench = Bench(settings=replace(SETTINGS, warm_steps=0, settled_steps=5))
+
+    def slow_turns() -> None:
+        if round(bench.now_s / PERIOD_S) % 10 == 0:
+            bench.step()
+
+    assert not alarms(bench.run(10, slow_turns))
+    into(bench, "process")
+    assert not alarms(bench.run(6))
+    assert alarms(bench.run(4))
+
+
+@pytest.mark.parametrize("phase", sorted(SETTINGS.patient_phases))
+def test_a_phase_that_may_be_a_first_one_stays_patient(phase: str) -> None:
+    bench = Bench()
+    bench.warm()
+    into(bench, phase)
+    assert not alarms(bench.run(SETTINGS.startup_s - 1, period_s=0.4))
 
 
 def in_groups(bench: Bench, *names: str) -> None:
