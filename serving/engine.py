@@ -132,6 +132,8 @@ class Engine:
             self._pending = self._sample(launched, batch)
         else:
             self._finish(self._sample(launched, batch))
+        if self.scheduler.idle() and not plan.empty:
+            self.scheduler.check_integrity()
         self._end_step(batch, plan)
         return plan.work
 

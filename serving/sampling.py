@@ -40,6 +40,13 @@ def vocabulary(size: int) -> list[str]:
     return ["</s>", *_CHARACTERS, *fillers]
 
 
+def grammar_text(name: str) -> str:
+    """The grammar of that name. Raises GrammarError."""
+    if name not in GRAMMARS:
+        raise GrammarError(f"there is no grammar {name!r}; allowed: {', '.join(GRAMMARS)}")
+    return GRAMMARS[name]
+
+
 @lru_cache(maxsize=4)
 def _compiler(vocab_size: int) -> xgr.GrammarCompiler:
     info = xgr.TokenizerInfo(
@@ -59,9 +66,7 @@ class Grammars:
         self._matchers: dict[str, xgr.GrammarMatcher] = {}
 
     def start(self, request_id: str, grammar: str) -> None:
-        if grammar not in GRAMMARS:
-            raise GrammarError(f"request {request_id}: grammar {grammar!r}; allowed: {', '.join(GRAMMARS)}")
-        compiled = _compiler(self.vocab_size).compile_grammar(GRAMMARS[grammar])
+        compiled = _compiler(self.vocab_size).compile_grammar(grammar_text(grammar))
         self._matchers[request_id] = xgr.GrammarMatcher(compiled)
 
     def constrained(self, request_id: str) -> bool:

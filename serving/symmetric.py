@@ -12,14 +12,18 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from serving.board import Board
+from serving.board import Board, BoardTimeout
 
 _GROWTH_BYTES = 1 << 20
+_SIGNAL = struct.Struct("<QI")  # bytes written, their crc32
+_SETTLE_POLL_S = 20e-6
 
 
 class SymmetricHeap:
@@ -50,6 +54,7 @@ class SymmetricHeap:
         self._signal = 0
         self._generation = 0
         self._half_bytes = 0
+        self._maps: list[mmap.mmap] = []
         self._segments: list[torch.Tensor] = []
 
     @property
@@ -96,10 +101,24 @@ class SymmetricHeap:
         self._signal += 1
         half = self._signal % 2
         self._view(self._member, half, tensor).copy_(tensor)
-        self._signals.gather(
-            self._signal, struct.pack("<Q", nbytes), timeout_s=self._timeout_s, stop=self._stop
-        )
+        signal = _SIGNAL.pack(nbytes, self._checksum(self._member, half, nbytes))
+        signals = self._signals.gather(self._signal, signal, timeout_s=self._timeout_s, stop=self._stop)
+        for member, theirs in enumerate(signals):
+            self._settle(member, half, _SIGNAL.unpack_from(theirs))
         return half
+
+    def _settle(self, member: int, half: int, signal: tuple[int, int]) -> None:
+        """Waits until the data that a signal speaks of can be seen: on aarch64 the signal may come first."""
+        nbytes, wanted = signal
+        deadline = time.monotonic() + self._timeout_s
+        while self._checksum(member, half, nbytes) != wanted:
+            if time.monotonic() > deadline or self._stop():
+                raise BoardTimeout(f"the data of member {member} did not arrive after its signal", (member,))
+            time.sleep(_SETTLE_POLL_S)
+
+    def _checksum(self, member: int, half: int, nbytes: int) -> int:
+        begin = half * self._half_bytes
+        return zlib.crc32(memoryview(self._maps[member])[begin : begin + nbytes])
 
     def _register(self, nbytes: int) -> None:
         """Collective: every member brings a new segment of the same size and maps all others'."""
@@ -123,6 +142,7 @@ class SymmetricHeap:
                 os.close(handle)
         # The segments before are unmapped with their last view. All members came here, so all have mapped this
         # rank's old one, and its name is needed no more: without this, each growth would keep its memory.
+        self._maps = maps
         self._segments = [torch.frombuffer(m, dtype=torch.uint8) for m in maps]
         self._half_bytes = half_bytes
         self._path(self._member, self._generation - 1).unlink(missing_ok=True)

@@ -109,7 +109,7 @@ def test_every_grammar_can_begin(grammar: str) -> None:
 
 
 def test_an_unknown_grammar_is_refused_by_name() -> None:
-    with pytest.raises(GrammarError, match="request r7: grammar 'verse'; allowed: digits, list, date"):
+    with pytest.raises(GrammarError, match="no grammar 'verse'; allowed: digits, list, date"):
         Grammars(VOCAB).start("r7", "verse")
 
 

@@ -266,6 +266,11 @@ def _dispatch_mode() -> Callable[[Recorder], Any]:
             super().__init__()  # type: ignore[no-untyped-call]
             self._recorder = recorder
 
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # Else torch imports its compiler at a process's first capture, which takes over a second.
+            return False
+
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.model_config import ModelConfig, ModelError, load_config, preset
-from serving.sampling import GrammarError, vocabulary
+from serving.sampling import GrammarError, grammar_text, vocabulary
 from serving.weights import load_weights
 from serving.workload import generate, longest_context, workload
 
@@ -22,6 +22,7 @@ def problem(model: Mapping[str, Any], requests: Mapping[str, Any], seeds: Sequen
         kind = workload(requests)
         if kind.grammar_share > 0:
             vocabulary(config.vocab_size)
+            grammar_text(kind.grammar)
     except (ModelError, GrammarError) as error:
         return f"model: {error}"
     for seed in seeds:

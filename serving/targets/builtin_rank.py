@@ -11,14 +11,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from harness import faults
-from harness.devices.base import Device
+from harness.devices.base import Device, DeviceTimeout
 from harness.devices.sim import SimDevice, SimOptions
 from harness.ledger import LedgerWriter
 from harness.target import RankResult, TrialSpec
@@ -33,6 +32,8 @@ from serving.weights import expert_range, load_weights, random_weights
 from serving.workload import for_rank, generate, longest_context, workload
 
 _CLOSE_S = 10.0
+_CLOSE_FAILED_S = 0.5
+"""After a failure: the process is ended anyway, and whoever waits for it wants the error."""
 _PADDINGS = {"auto": None, "max_len": Padding.MAX_LEN, "sum_len": Padding.SUM_LEN}
 
 
@@ -82,22 +83,25 @@ class RankActor:
             self._groups,
             token=f"{self._trials}",
         )
-        with ExitStack() as ends:  # each of them, even when one before it passes its deadline
-            if ledger is not None:
-                ends.callback(ledger.close)
-            ends.callback(faults.activate)
-            ends.callback(comm.close)
-            ends.callback(device.close, _CLOSE_S)
-            ends.callback(comm.shut)
-            journal = Journal(Path(spec.journal_paths[self._rank]))
-            ends.callback(journal.close)
+        journal = Journal(Path(spec.journal_paths[self._rank]))
+        closing_s = _CLOSE_FAILED_S
+        try:
             engine = make_engine(spec, self._model, device, comm, ledger, journal)
             began_steps = time.monotonic()
             engine.run()
             steps_s = time.monotonic() - began_steps
             result = _result(self._rank, engine, time.monotonic() - began, steps_s)
             del engine
-        return _with_leaks(result, _leaks(device))
+            closing_s = _CLOSE_S
+        finally:
+            comm.shut()
+            stuck = _close(device, closing_s)
+            comm.close()
+            faults.activate()
+            journal.close()
+            if ledger is not None:
+                ledger.close()
+        return _with_leaks(result, [*stuck, *_leaks(device)])
 
     def _make_ledger(self, spec: TrialSpec) -> LedgerWriter:
         return LedgerWriter.create(
@@ -108,6 +112,15 @@ class RankActor:
             device=f"{self._device_name}:{self._rank}",
             decisions_path=Path(spec.decisions_paths[self._rank]),
         )
+
+
+def _close(device: Device, timeout_s: float) -> list[str]:
+    """Closes the device; what would not end is told, so that it hides no error before it."""
+    try:
+        device.close(timeout_s)
+    except DeviceTimeout as error:
+        return [str(error)]
+    return []
 
 
 def load_model(model: Mapping[str, Any], rank: int, world: int) -> DeepseekV2:
