@@ -22,6 +22,7 @@ from harness.machine import machine_facts, versions
 from harness.store import StoreError
 
 _SOFTWARE_ERROR = 70
+_PIPED_WIDTH = 120
 
 
 def measure(settings: Settings) -> list[Figure]:
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a fourth of the time, wider intervals")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="where the JSON goes")
     options = parser.parse_args(arguments)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     try:
         path = run(QUICK if options.quick else FULL, options.out, console)
     except (BenchError, StoreError) as error:

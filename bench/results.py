@@ -31,7 +31,8 @@ def show(console: Console, figures: Sequence[Figure]) -> None:
     """One table a figure: arms with their numbers, then the ratios."""
     for figure in figures:
         quantities = list(dict.fromkeys(name for values in figure.arms.values() for name in values))
-        table = Table(title=f"{figure.name}: {figure.says}", title_justify="left", show_edge=False)
+        console.print(f"{figure.name}: {figure.says}", markup=False)
+        table = Table(show_edge=False)
         for heading in ("", *quantities):
             table.add_column(heading, justify="left" if not heading else "right")
         for arm, values in figure.arms.items():

@@ -87,7 +87,8 @@ class SymmetricHeap:
 
     def close(self) -> None:
         """Lets the memory go and removes this rank's files; peers that still map them keep their view."""
-        self._segments.clear()  # unmapped with the last tensor that views them
+        self._segments = []  # unmapped with the last tensor that views them
+        self._maps = []
         self._signals.close()
         self._registrations.close()
         for path in self._directory.glob(f"{self._name}.segment-{self._member}-*"):

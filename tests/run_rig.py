@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +137,8 @@ class Command:
         """A test that failed must not leave its run to the next one."""
         process_control.end(self.left(), GONE_S, grace_s=0.0)
         self.driver.wait(END_S)
+        if self.cluster_folder is not None:
+            shutil.rmtree(self.cluster_folder, ignore_errors=True)
 
     # What it says -----------------------------------------------------------------------------------------
 
