@@ -16,7 +16,8 @@ from typing import Any, Protocol, TypeAlias
 from harness.target import Progress, RankProcess, RankResult, Target, TrialSpec
 
 _FAILED_GRACE_S = 2.0
-"""After the last rank raised, how long the agents may take to notice before they are asked to capture."""
+"""After a rank raised, how long the agents may take to notice what it does to the others. Ranks run in step,
+so none of them can finish now; then the agents are asked to capture."""
 
 
 class Watch(Protocol):
@@ -140,9 +141,9 @@ class TrialRun:
         if progress.failed and isinstance(state, Running):
             return Failing(state.started_s, time.monotonic(), progress)
         if isinstance(state, Failing):
-            over = len(progress.done) + len(progress.failed) == len(self._ranks)
-            if over and time.monotonic() - state.since_s > _FAILED_GRACE_S:
-                return self.capture(state, "every rank has ended, and not all with a result")
+            if time.monotonic() - state.since_s > _FAILED_GRACE_S:
+                ranks = ", ".join(str(rank) for rank in sorted(progress.failed))
+                return self.capture(state, f"rank {ranks} ended without a result, so no other can finish")
             return Failing(state.started_s, state.since_s, progress)
         return Running(state.started_s, progress, view.suspect)
 

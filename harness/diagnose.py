@@ -8,7 +8,8 @@ it:
 3. a replayed graph lacks a record that was overtaken (``diagnosis_streams.py``);
 4. the ranks disagree on what they agreed, brought different things, or wait in a circle
    (``diagnosis_collectives.py``);
-5. one rank does something of its own while the others wait for it (``diagnosis_roots.py``);
+5. a rank raised of itself, or does something of its own while the others wait for it
+   (``diagnosis_roots.py``);
 6. nothing decides: the facts, and no culprit.
 
 Only what hardware can show is used: ledgers, the process table, host stacks. Stacks of a simulated device's
@@ -76,6 +77,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         or divergence(case, MUST_AGREE)
         or mismatch(case)
         or order(case)
+        or _faulted(case)
         or root_cause(case)
         or divergence(case, FOLLOWS_AGREEMENT)
         or _raised_alone(case)
@@ -201,6 +203,36 @@ def _stopped(case: Case) -> Cause | None:
         stream="host",
         collective=collective(found[0]) if found else None,
     )
+
+
+def _faulted(case: Case) -> Cause | None:
+    """A rank raised of itself, in no collective that others miss it in (a fault of its device: HANGS.md, G3).
+
+    Its own words are evidence at first hand, so nothing has to be known of the others.
+    """
+    failed = [view for view in case.views.values() if view.exception is not None]
+    first_hand = [view for view in failed if not view.symptom]
+    if not first_hand:
+        return None
+    waiting = [view for view in case.views.values() if not view.done]
+    facts = [view.raised_fact() for view in first_hand]
+    facts += [view.raised_fact() for view in failed if view.symptom]
+    facts += [view.host_fact() for view in waiting]
+    return Cause(
+        kind="hang" if waiting else "dead",
+        mechanism="rank-dead",
+        ranks=tuple(view.rank for view in first_hand),
+        facts=tuple(facts),
+        confidence="proven" if len(first_hand) == 1 else "supported",
+        stream="host",
+        family=_error_name(first_hand[0].exception or ""),
+    )
+
+
+def _error_name(exception: str) -> str:
+    """``package.module.Error: text`` as its class, without the module."""
+    lines = exception.strip().splitlines()
+    return lines[-1].partition(":")[0].rpartition(".")[2] if lines else ""
 
 
 def _raised_alone(case: Case) -> Cause | None:

@@ -191,15 +191,14 @@ def test_a_rank_that_died_has_not_answered(bench: Bench) -> None:
 
 
 @pytest.mark.usefixtures("no_grace")
-def test_when_all_are_over_and_not_all_with_a_result_a_capture_is_asked_for(bench: Bench) -> None:
-    state = bench.step(failing(), at=ALL_RAISED)
+@pytest.mark.parametrize("progress", [ALL_RAISED, ONE_RAISED], ids=["the others ended", "the others wait"])
+def test_a_capture_is_asked_for_when_nobody_noticed_that_a_rank_raised(
+    bench: Bench, progress: Progress
+) -> None:
+    state = bench.step(failing(), at=progress)
     assert isinstance(state, Capturing)
-    assert bench.watch.told[-1] == ("capture", "every rank has ended, and not all with a result")
-
-
-@pytest.mark.usefixtures("no_grace")
-def test_while_one_still_runs_the_agents_are_left_to_judge(bench: Bench) -> None:
-    assert isinstance(bench.step(failing(), at=ONE_RAISED), Failing)
+    reason = "rank 1 ended without a result, so no other can finish"
+    assert bench.watch.told[-1] == ("capture", reason)
 
 
 def test_the_agents_have_a_moment_to_see_it_themselves(bench: Bench) -> None:

@@ -358,6 +358,18 @@ def test_a_rank_that_raised_before_a_collective() -> None:
     assert (diagnosis.collective.group, diagnosis.collective.sequence) == ("experts", 7)
 
 
+def test_a_rank_whose_device_failed_is_blamed_for_those_that_wait_for_it() -> None:
+    """It had enqueued the collective already, so nobody misses it there."""
+    ranks = two()
+    ranks[0].groups["experts"].enter("all_reduce")
+    ranks[1].groups["experts"].add("all_reduce")
+    found = set_rank(evidence(ranks), 1, exception="a.b.DeviceError: 'embed' failed: index out of range")
+    diagnosis = diagnose(set_rank(found, 1, task_done=True))
+    assert (diagnosis.kind, diagnosis.mechanism, blamed(diagnosis)) == ("hang", "rank-dead", [1])
+    assert diagnosis.proof[0].fact == "rank 1 raised a.b.DeviceError: 'embed' failed: index out of range"
+    assert diagnosis.signature == "hang/rank-dead/host/DeviceError/-/-"
+
+
 def test_the_place_of_an_exception_is_the_engine_s_own_line() -> None:
     text = (
         'Traceback (most recent call last):\n  File "/x/serving/engine.py", line 129, in step\n'
