@@ -238,7 +238,7 @@ def test_a_dry_run_tells_the_plan_and_runs_nothing(runs: Run) -> None:
 
 
 def test_a_dry_run_says_why_a_toggle_is_off(runs: Run) -> None:
-    said = call("run", "dp-pinned-hang", "--dry-run", "--device", "npu").stdout
+    said = call("run", "dp-pinned-hang", "--dry-run", "--device", "npu", "--trials", "5").stdout
     assert "symm_mem: on → off, needs torch ≥ 2.8 and CUDA or HIP" in said
     assert "the same as pinned=pageable,symm_mem=off: not run again" in said
     assert "[sim] is ignored" in said
