@@ -78,7 +78,9 @@ class View:
     @property
     def symptom(self) -> bool:
         """It raised or ended with an error that a rank gets when *another* one fails."""
-        return bool(_SYMPTOM.search(f"{self.exception or ''} {self.exit or ''}"))
+        # Only what the error says: a traceback has names such as ``timeout_s`` in its lines of code.
+        said = (self.exception or "").strip().splitlines()[-1:]
+        return bool(_SYMPTOM.search(" ".join([*said, self.exit or ""])))
 
     @property
     def host_moved(self) -> bool:

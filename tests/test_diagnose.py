@@ -363,7 +363,10 @@ def test_a_rank_whose_device_failed_is_blamed_for_those_that_wait_for_it() -> No
     ranks = two()
     ranks[0].groups["experts"].enter("all_reduce")
     ranks[1].groups["experts"].add("all_reduce")
-    found = set_rank(evidence(ranks), 1, exception="a.b.DeviceError: 'embed' failed: index out of range")
+    traceback = "  File 'x.py', line 1, in synchronize\n    self.wait(timeout_s)\n"
+    found = set_rank(
+        evidence(ranks), 1, exception=f"{traceback}a.b.DeviceError: 'embed' failed: index out of range"
+    )
     diagnosis = diagnose(set_rank(found, 1, task_done=True))
     assert (diagnosis.kind, diagnosis.mechanism, blamed(diagnosis)) == ("hang", "rank-dead", [1])
     assert diagnosis.proof[0].fact == "rank 1 raised a.b.DeviceError: 'embed' failed: index out of range"
