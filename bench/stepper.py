@@ -115,7 +115,7 @@ class BenchRank(RankActor):
                     experts.all_gather(gathered_GD, local_TD)
                     experts.reduce_scatter(local_TD, gathered_GD)
         experts.capture_ended(graph)
-        row = LocalState(1, Mode.DECODE, ROWS, ROWS, graph=True, work=True).row()
+        row = LocalState(1, Mode.DECODE, ROWS, graph=True, work=True).row()
         before: list[Event] = []
 
         def step() -> None:

@@ -103,6 +103,8 @@ def _hang(facts: Facts) -> Check:
     if outcome == "unknown":
         return Check("hang", "unknown", facts.why_unknown or "nothing is known of how the trial ended")
     if outcome == "slow":
+        if not facts.finished:
+            return Check("hang", "unknown", "it was slow, and had not finished when it was ended")
         return Check("hang", "unknown" if expected == "always" else "pass", "it was slow, and went on")
     if outcome not in HANGS:
         if expected == "always":

@@ -9,12 +9,14 @@ Exit status (DESIGN.md): 0 as expected, 1 an unexpected hang or regression, 2 ba
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
@@ -55,6 +57,9 @@ app = typer.Typer(
 
 def main() -> None:
     """The console entry."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller (``>&-``): nobody wants to read it
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
     app()
 
 
@@ -181,21 +186,34 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's directo
 # --- output -----------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def printing() -> Iterator[None]:
+    """A reader that has seen enough (``| head``) changes no exit status: 1 would say that something hung."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes standard output once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def leave(document: dict[str, Any], text: str, status: int, as_json: bool) -> NoReturn:
     """Prints one answer, for programs or for people, and leaves with its status."""
-    if as_json:
-        print_json(document)
-    else:
-        typer.echo(text)
+    with printing():
+        if as_json:
+            print_json(document)
+        else:
+            typer.echo(text)
     raise typer.Exit(status)
 
 
 def finish(outcome: RunOutcome, as_json: bool) -> NoReturn:
     """Prints what came of a run and leaves with its status."""
-    if outcome.show is not None:
-        outcome.show(sys.stderr if as_json else sys.stdout)
-    if as_json:
-        print_json(outcome.report)
+    with printing():
+        if outcome.show is not None:
+            outcome.show(sys.stderr if as_json else sys.stdout)
+        if as_json:
+            print_json(outcome.report)
     raise typer.Exit(outcome.exit)
 
 

@@ -271,8 +271,8 @@ def _log_lines(data: Mapping[str, Any], **_: object) -> None:
         _log.info("%s: %s", data.get("pid"), line)
 
 
-def _reach(address: str, timeout_s: float) -> None:
-    """Ray tries for minutes to connect to what is not there; this says it at once."""
+def check_address(address: str, timeout_s: float = _REACH_S) -> None:
+    """Ray tries for minutes to connect to what is not there; this says it at once. Raises ClusterError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ClusterError(
@@ -285,6 +285,10 @@ def _reach(address: str, timeout_s: float) -> None:
             f"nothing answers at {address} ({error}); start a cluster there with `ray start --head`, or "
             "leave --ray-address away to get one of your own"
         ) from error
+
+
+def _reach(address: str, timeout_s: float) -> None:
+    check_address(address, timeout_s)
     check = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
     try:
         done = subprocess.run(check, capture_output=True, text=True, timeout=timeout_s, check=False)

@@ -129,7 +129,8 @@ class TrialRun:
         self._notes = view.notes
         self._mark(progress)
         if view.captured:
-            return self._end(state.started_s, progress, captured=True, reason="")
+            asked = state.reason if isinstance(state, Capturing) else ""
+            return self._end(state.started_s, progress, captured=True, reason=asked)
         if len(progress.done) == len(self._ranks):
             return self._end(state.started_s, progress, captured=False, reason="")
         if isinstance(state, Capturing):

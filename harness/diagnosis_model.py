@@ -187,6 +187,25 @@ class Diagnosis:
         }
 
 
+def nothing_stopped(facts: tuple[Fact, ...], missing: tuple[Missing, ...], *, simulation: bool) -> Diagnosis:
+    """Of a trial that was not healthy and yet shows no rank that stopped: its tokens are wrong, or nothing was
+    captured."""
+    return Diagnosis(
+        kind="none",
+        mechanism="unknown",
+        culprits=(),
+        stream=None,
+        operation=None,
+        collective=None,
+        proof=facts,
+        confidence="suspected",
+        signature="",
+        times=Times(),
+        missing_evidence=missing,
+        simulation=simulation,
+    )
+
+
 def _collective(collective: Collective) -> dict[str, Any]:
     mismatch = collective.mismatch
     return {

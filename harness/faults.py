@@ -1,8 +1,8 @@
 """Fault sites: what the engine, the device and the comm layer pass through, and what may happen there.
 
 A site is a name. Code that passes one asks ``if faults.ACTIVE is not None`` and, only then, visits it: with
-no fault active a site costs one attribute test. Visitors are small classes registered by name. Jitter, the
-only visitor here that breaks nothing, delays operations at the boundaries of copies, events and collectives.
+no fault active a site costs one attribute test. Jitter, the visitor here, breaks nothing: it delays operations
+at the boundaries of copies, events and collectives.
 
 Not here: which faults a scenario chooses (``scenario.py``) and the defects of the simulated device
 (``devices/sim.py``), which model a platform and not a mistake of the engine.
@@ -14,7 +14,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ SITES = (
 
 
 class FaultError(ValueError):
-    """A fault, a site or a parameter that does not exist."""
+    """A site that does not exist, or a parameter out of range."""
 
 
 class Visitor(Protocol):
@@ -82,7 +82,8 @@ class JitterOptions:
 
 @dataclass(slots=True)
 class Jitter:
-    """Delays the thread that passes a site. The n-th pass of a site is delayed the same way for one seed."""
+    """Delays the thread that passes a site. For one seed the n-th pass of a site draws the same delay, which is
+    left out where it would exceed ``longest_share``."""
 
     options: JitterOptions
     seed: int
@@ -120,20 +121,6 @@ class Jitter:
 
 ACTIVE: Visitor | None = None
 """What is visited now in this process; None (the usual case) costs one attribute test at each site."""
-
-_REGISTRY: dict[str, Callable[..., Visitor]] = {}
-
-
-def register(name: str) -> Callable[[Callable[..., Visitor]], Callable[..., Visitor]]:
-    """Class decorator: makes a visitor known by ``name`` to scenarios and to ``--faults`` files."""
-
-    def add(factory: Callable[..., Visitor]) -> Callable[..., Visitor]:
-        if name in _REGISTRY:
-            raise FaultError(f"a fault named {name!r} is registered already; choose another name")
-        _REGISTRY[name] = factory
-        return factory
-
-    return add
 
 
 def activate(*visitors: Visitor) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from harness.checkers import Facts, check, compare_tokens, verdict
 from harness.diagnose import Diagnosis, Evidence, EvidenceSample, Missing, RankEvidence, Times, diagnose
+from harness.diagnosis_model import Fact, nothing_stopped
 from harness.ledger_snapshot import Snapshot
 from harness.stacks import ProcessStacks
 from harness.stacks_tree import merge, tree_to_json
@@ -39,8 +40,8 @@ class TrialContext:
 
 
 def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str, Any]:
-    """Writes diagnosis.json (unless the trial was healthy), evidence/merged.json and trial.json; returns the
-    last. Raises StoreError when the disk refuses."""
+    """Writes diagnosis.json (unless the trial was healthy), evidence/merged.json (when it was captured) and
+    trial.json; returns the last. Raises StoreError when the disk refuses."""
     stored = read_trial(store.path)
     history = _with_decisions(_history(store.path), stored)
     diagnosis = _diagnose(stored, history, context)
@@ -64,8 +65,14 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
     )
     checks = check(facts)
     compared = compare_tokens(tokens, wanted or {}, whole=facts.finished)
+    store.forget_diagnosis()  # of an earlier judgement
     if outcome == "healthy" and compared.differ:
         outcome = "corrupt"
+        differs = Fact(f"{compared.differ} requests differ, first {compared.first}", "tokens.json")
+        store.write_diagnosis(nothing_stopped((differs,), (), simulation=context.simulation).to_json())
+    elif diagnosis is None and outcome != "healthy":
+        lack = Missing("a capture", why)
+        store.write_diagnosis(nothing_stopped((), (lack,), simulation=context.simulation).to_json())
     if diagnosis is not None:
         store.write_diagnosis(diagnosis.to_json())
         merged = merge(stacks for sample in stored.samples for stacks in _stacks(sample.stacks).values())

@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -35,6 +37,8 @@ class LiveView:
         self._ledgers: Mapping[int, Path] = {}
         self._readers: dict[int, LedgerReader] = {}
         self._title = ""
+        self._open: str | None = None
+        """Of the trial that has begun and not ended."""
         self._drawn_s = 0.0
         self._said: str | None = None
 
@@ -44,13 +48,22 @@ class LiveView:
 
     def begin(self, title: str, ledgers: Mapping[int, Path], *, counts: bool = True) -> None:
         """A trial starts. ``counts`` False: a reference, which is not one of the run's trials."""
-        self._number += counts
-        self._title = f"[{self._number}/{self._total}] {title}" if counts else title
+        self._name(title, counts=counts)
         self._ledgers = ledgers
         self._said = None
         if self._console.is_terminal:
             self._live = Live(console=self._console, refresh_per_second=8, transient=True)
             self._live.start()
+
+    def never_began(self, title: str) -> None:
+        """A trial that counts, and for which no ranks could be started; nothing if it did begin."""
+        if self._open != title:
+            self._name(title, counts=True)
+
+    def _name(self, title: str, *, counts: bool) -> None:
+        self._number += counts
+        self._open = title
+        self._title = f"[{self._number}/{self._total}] {title}" if counts else title
 
     def update(self, suspect: str | None) -> None:
         """Draws again if it is time."""
@@ -64,13 +77,18 @@ class LiveView:
 
     def end(self, outcome: str) -> None:
         """The trial's last line."""
+        self.close()
+        self.line(f"{self._title}: {outcome}")
+        self._open = None
+
+    def close(self) -> None:
+        """Gives the terminal back and lets the ledgers go; also where a trial did not come to its end."""
         if self._live is not None:
             self._live.stop()
             self._live = None
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
-        self.line(f"{self._title}: {outcome}")
 
     def _snapshots(self) -> list[Snapshot]:
         found = []
@@ -85,10 +103,11 @@ class LiveView:
 
 
 def table(title: str, snapshots: Sequence[Snapshot], now_ns: int) -> Table:
-    """Rank × stream, as the ledgers have it."""
-    drawn = Table(title=title, title_justify="left", expand=False)
+    """Rank × stream, as the ledgers have it. Narrow enough that 100 columns hold a site with its line."""
+    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, collapse_padding=True)
     for name in ("rank", "stream", "done", "queued", "oldest unfinished operation", "since", "enqueued at"):
-        drawn.add_column(name, justify="right" if name in ("rank", "done", "queued", "since") else "left")
+        justify: Literal["left", "right"] = "right" if name in ("rank", "done", "queued", "since") else "left"
+        drawn.add_column(name, justify=justify, no_wrap=name == "enqueued at")
     for snapshot in snapshots:
         host = snapshot.host
         since = f"{(now_ns - host.since_ns) / 1e9:.1f} s"

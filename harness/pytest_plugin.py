@@ -93,7 +93,7 @@ class HangOutcome:
         from reports.result import build
 
         trial = next(t for t in build(read_run(self.path)).trials if t.id == trial_id)
-        if trial.diagnosis is not None:
+        if trial.diagnosis is not None and trial.diagnosis.kind != "none":
             lines = diagnosis_lines(trial)
         else:
             lines = [f"{trial.outcome}: {trial.scenario}, {trial.name}"]

@@ -110,10 +110,13 @@ class RankPool:
         cluster: Cluster,
         options: PoolOptions | None = None,
         tracer: Callable[[str], int] | None = None,
+        owner: Callable[[Sequence[RankProcess]], None] | None = None,
     ) -> None:
-        """``tracer``: pid of the process on a node (by name) that may trace the ranks there."""
+        """``tracer``: pid of the process on a node (by name) that may trace the ranks there. ``owner`` is told
+        of all ranks as soon as they have a pid, for the case that this process dies before they are up."""
         self._cluster = cluster
         self._tracer = tracer
+        self._owner = owner
         self._options = options or PoolOptions()
         self._name = f"ranks-{secrets.token_hex(4)}"
         self._started = 0
@@ -254,6 +257,8 @@ class RankPool:
             for rank, actor in actors.items():
                 # Ready by now; the deadline only bounds a cluster that fails in between.
                 self._ranks[rank] = self._entry(rank, actor, kwargs[rank])
+            if self._owner is not None:
+                self._owner(self.processes)
             seen = [self._observe(self._ranks[rank]) for rank in kwargs]
             self._wait_for(seen, deadline, "become observable")
             built = [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.agents import Agents
-from harness.cluster import Cluster
+from harness.cluster import Cluster, nodes
 from harness.process_control import ProcessId
 from harness.rank_pool import DeviceKind, PoolOptions, RankPool
 from harness.target import LaunchSpec, RankProcess, Target, find_target
@@ -58,8 +58,15 @@ class Ranks:
         self.discard(_END_S)
         target = find_target(wanted.target)
         self._scratch.mkdir(parents=True, exist_ok=True)
-        options = PoolOptions(device=wanted.device, start_s=self._start_s, dumps=self._scratch)
-        pool = RankPool(self._cluster, options, tracer=self._agents.pid_on)
+        options = PoolOptions(
+            device=wanted.device,
+            start_s=self._start_s,
+            dumps=self._scratch,
+            # Simulated ranks share memory and write into the run directory: all on this node. Ranks on several
+            # nodes come with the accelerators.
+            placement=[nodes()[0].id] * wanted.world if wanted.device == "sim" else None,
+        )
+        pool = RankPool(self._cluster, options, tracer=self._agents.pid_on, owner=self._agents.own)
         self._pool, self._target = pool, target
         spec = LaunchSpec(
             world=wanted.world,
@@ -73,7 +80,6 @@ class Ranks:
         except BaseException:
             self.discard(_END_S)
             raise
-        self._agents.own(self._ranks)
         self._wanted = wanted
         self.trials = 0
         return self._ranks

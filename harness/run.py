@@ -15,7 +15,7 @@ from typing import Any
 
 from harness.arms import ArmPlan, TrialPlan, expand, plan_arms
 from harness.checkers import HANGS
-from harness.cluster import ClusterError
+from harness.cluster import ClusterError, check_address
 from harness.judge import HISTORY, judge
 from harness.machine import machine_facts, versions
 from harness.process_control import ProcessId, alive, myself
@@ -95,28 +95,33 @@ def _plans(
 def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
     for job, _ in jobs:
         _validate(job)
+    if request.ray_address is not None:
+        try:
+            check_address(request.ray_address)
+        except ClusterError as failure:
+            raise BadRequest(f"--ray-address: {failure}") from failure
     simulation = request.device == "sim"
     name = request.scenarios[0].name if len(request.scenarios) == 1 else "set"
     own = myself()
-    store = RunStore.create(
-        request.out,
-        name,
-        {
-            "command": shlex.join(["hangrig", *request.argv]),
-            "argv": list(request.argv),
-            "seed": request.seed,
-            "versions": versions(),
-            "machine": machine_facts(),
-            "device": request.device,
-            "simulation": simulation,
-            "simulation_note": _simulation_note() if simulation else None,
-            "scenarios": [record(job.scenario, arms, request.device) for job, arms in jobs],
-            "planned": [plan.to_json() for job, _ in jobs for plan in job.trials],
-            "settings": list(request.settings),
-            "allow_skip": request.allow_skip,
-            "driver": {"pid": own.pid, "start_time_ticks": own.start_time_ticks},
-        },
-    )
+    manifest = {
+        "command": shlex.join(["hangrig", *request.argv]),
+        "argv": list(request.argv),
+        "seed": request.seed,
+        "versions": versions(),
+        "machine": machine_facts(),
+        "device": request.device,
+        "simulation": simulation,
+        "simulation_note": _simulation_note() if simulation else None,
+        "scenarios": [record(job.scenario, arms, request.device) for job, arms in jobs],
+        "planned": [plan.to_json() for job, _ in jobs for plan in job.trials],
+        "settings": list(request.settings),
+        "allow_skip": request.allow_skip,
+        "driver": {"pid": own.pid, "start_time_ticks": own.start_time_ticks},
+    }
+    try:
+        store = RunStore.create(request.out, name, manifest)
+    except StoreError as failure:  # nothing has started: --out is what is wrong
+        raise BadRequest(f"--out {request.out}: {failure}") from failure
     error: str | None = None
     absent = _absent(request)
     try:
@@ -183,22 +188,24 @@ def _judge_stored(store: RunStore, *, only_unjudged: bool) -> None:
     document = store.document
     driver = document.get("driver")
     if document.get("finished_utc") is None and driver is not None and alive(ProcessId(**driver)):
-        raise StoreError(store.path, f"the run is still going on (pid {driver['pid']}); wait for its end")
+        raise BadRequest(f"{store.path}: the run is still going on (pid {driver['pid']}); wait for its end")
     for entry in document["scenarios"]:
+        plans = [
+            plan
+            for plan in document.get("planned", [])
+            if plan["scenario"] == entry["name"]
+            and (folder := store.path / "trials" / plan["id"]).is_dir()
+            and not (only_unjudged and (folder / "trial.json").exists())
+        ]
+        if not plans:
+            continue  # a run of an older hangrig, whose keys are gone, can still be reported
         scenario = from_record(entry, device=document["device"])
-        for plan in _stored_plans(document, scenario):
-            folder = store.path / "trials" / plan["id"]
-            if not folder.is_dir() or (only_unjudged and (folder / "trial.json").exists()):
-                continue
+        for plan in plans:
             judge(
                 store.trial(plan["id"]),
                 context(plan, scenario, store.path, bool(document["simulation"])),
                 reference_path(store.path, scenario.name, plan["seed"]),
             )
-
-
-def _stored_plans(document: Mapping[str, Any], scenario: Scenario) -> list[dict[str, Any]]:
-    return [plan for plan in document.get("planned", []) if plan["scenario"] == scenario.name]
 
 
 def _choose(store: RunStore, trial: str | None) -> Mapping[str, Any]:

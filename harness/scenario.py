@@ -212,8 +212,9 @@ def _write(document: dict[str, Any], path: Sequence[str], value: Any) -> str | N
 
 
 def _origin(key: str, where: str, keys: Mapping[str, str]) -> str:
-    """``--set`` for a key that a setting wrote, else the file."""
-    return SETTING if any(key == k or key.startswith(f"{k}.") for k in keys) else where
+    """``--set`` for a key that a setting wrote, or that is unknown because one wrote into it; else the file."""
+    within = any(key == k or key.startswith(f"{k}.") for k in keys)
+    return SETTING if within or (key not in _KEYS and any(k.startswith(f"{key}.") for k in keys)) else where
 
 
 def _toml(value: Any) -> str:
@@ -284,17 +285,13 @@ def _guess_value(value: str, allowed: Sequence[str]) -> str:
 
 
 def _guess_key(path: Sequence[int | str]) -> str:
-    names = [part for part in path if isinstance(part, str)]
-    parent = ".".join(names[:-1])
-    siblings = [key for key in _KEYS if key.rpartition(".")[0] == parent]
-    wanted = ".".join(names)
-    close = difflib.get_close_matches(wanted, siblings, n=1) if parent else []
-    if not close:  # the right name in the wrong table
-        close = [key for key in _KEYS if key.rpartition(".")[2] == names[-1]][:1]
-    close = close or difflib.get_close_matches(wanted, _KEYS, n=1)
-    if close:
-        return f"did you mean {close[0]}?"
-    return f"allowed: {', '.join(key.rpartition('.')[2] for key in siblings)}"
+    *tables, name = [part for part in path if isinstance(part, str)]
+    siblings = {key.rpartition(".")[2]: key for key in _KEYS if key.rpartition(".")[0] == ".".join(tables)}
+    near = [siblings[one] for one in difflib.get_close_matches(name, siblings, n=1)]
+    elsewhere = [key for key in _KEYS if key.rpartition(".")[2] == name]  # the right name in the wrong table
+    close = [*near, *elsewhere] if tables else [*elsewhere, *near]
+    guess = f"did you mean {close[0]}? " if close else ""
+    return f"{guess}allowed: {', '.join(siblings)}"
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:

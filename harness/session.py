@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import shutil
 import signal
 import tempfile
@@ -28,6 +29,7 @@ from harness.cluster import Cluster, ClusterError, ClusterOptions, ExistingClust
 from harness.controller import Ended, Limits, Planned, State, TrialRun, history, latencies
 from harness.judge import HISTORY, TrialContext, journal_tokens, judge
 from harness.live import LiveView
+from harness.process_control import ProcessId
 from harness.rank_pool import DeviceKind
 from harness.ranks import Ranks, Wanted
 from harness.request import RunRequest
@@ -58,9 +60,14 @@ class Job:
 
 @dataclass(slots=True)
 class Interrupts:
-    """Ctrl-C and SIGTERM while a run is up: the first is a wish, the second an order."""
+    """Ctrl-C and SIGTERM while a run is up: the first is a wish, the second an order.
+
+    What comes later, or while everything is being ended anyway, is only counted: an interrupted teardown would
+    leave processes behind, and it has its own deadlines.
+    """
 
     count: int = 0
+    ending: bool = False
 
     @contextlib.contextmanager
     def held(self) -> Iterator[Interrupts]:
@@ -75,7 +82,7 @@ class Interrupts:
 
     def _came(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        if self.count > 1:
+        if self.count == 2 and not self.ending:
             raise KeyboardInterrupt
 
 
@@ -109,28 +116,46 @@ class Session:
     @contextlib.contextmanager
     def _up(self, world: int, view: LiveView) -> Iterator[tuple[Agents, Ranks]]:
         address = self.request.ray_address
-        scratch = None
         cluster: Cluster
         if address is None:
             device = self.request.device
             gpus, npus = world * (device == "cuda"), world * (device == "npu")
             cluster = LocalCluster(ClusterOptions(workers=world, gpus=gpus, npus=npus))
-            scratch = cluster.folder / "ranks"
+            scratch = cluster.folder / "ranks"  # the agent of a killed driver removes it with the cluster
         else:
             cluster = ExistingCluster(address)
             scratch = Path(tempfile.mkdtemp(prefix="hg-ranks-"))
         agents = Agents(AgentOptions(capture_s=self._capture_s()))
-        view.line("starting Ray and the agents")
-        agents.start(cluster, _START_S)
-        ranks = Ranks(cluster, agents, scratch, start_s=_RANKS_S)
-        try:
-            yield agents, ranks
-        finally:
-            # The agents go last but one: should the driver die in here, they end the rest.
-            left = [*ranks.discard(_END_S), *agents.stop(_END_S), *cluster.stop(_END_S)]
-            shutil.rmtree(scratch, ignore_errors=True)
-            if left:
-                view.line(f"processes that would not die: {', '.join(str(entry.pid) for entry in left)}")
+        left: list[ProcessId] = []
+        # Last in, first out; what one of them raises does not keep the others from being ended. The agents go
+        # last but one: should the driver die in here, they end the rest.
+        with contextlib.ExitStack() as down:
+            down.callback(shutil.rmtree, scratch, ignore_errors=True)
+            view.line("starting Ray and the agents")
+            agents.start(cluster, _START_S)
+            down.callback(lambda: left.extend(cluster.stop(_END_S)))
+            down.callback(lambda: left.extend(agents.stop(_END_S)))
+            ranks = Ranks(cluster, agents, scratch, start_s=_RANKS_S)
+            down.callback(lambda: left.extend(ranks.discard(_END_S)))
+            down.callback(view.close)
+            try:
+                yield agents, ranks
+            finally:
+                self.interrupts.ending = True
+        if left:
+            view.line(f"processes that would not die: {', '.join(str(entry.pid) for entry in left)}")
+
+    def wait_s(self, scenario: Scenario) -> float:
+        """Deadline of the engine's own waits. Ranks that are held for a debugger must still stand where they
+        hung when it comes."""
+        if self.request.on_hang != "hold":
+            return scenario.engine.step_timeout_s
+        return scenario.engine.step_timeout_s + (self.request.hold_s or AgentOptions().lifetime_s)
+
+    def _wanted(self, scenario: Scenario, device: str) -> Wanted:
+        kind: DeviceKind = device  # type: ignore[assignment]  # validated by the request
+        model = scenario.model.model_dump()
+        return Wanted(scenario.target.name, scenario.target.ranks, kind, model, self.wait_s(scenario))
 
     def _capture_s(self) -> float:
         return max(scenario.watchdog.capture_s for scenario in self.request.scenarios)
@@ -144,16 +169,21 @@ class Session:
         reference = reference_path(self.store.path, scenario.name, plan.seed)
         facts: dict[str, Any]
         try:
-            processes = ranks.ensure(_wanted(scenario, plan.device))
+            processes = ranks.ensure(self._wanted(scenario, plan.device))
             if reference not in self._references:
                 self._reference(scenario, plan, reference, agents, ranks, view)
-                processes = ranks.ensure(_wanted(scenario, plan.device))
-            ended = self._drive(scenario, plan, store, agents, ranks, processes, view)
-            facts = history(ended, processes)
-            self._store_results(store, ended)
+                processes = () if self.interrupts.count else ranks.ensure(self._wanted(scenario, plan.device))
+            if processes:
+                ended = self._drive(scenario, plan, store, agents, ranks, processes, view)
+                facts = history(ended, processes)
+                self._store_results(store, ended)
+            else:  # nobody waits for more ranks who interrupts a reference
+                ended, facts = Ended(0.0, TrialRun.NOTHING, finished=False, captured=False), {}
+                view.never_began(_title(plan))
         except (ClusterError, TargetError) as error:
             ended = Ended(0.0, TrialRun.NOTHING, finished=False, captured=False)
             facts = {"unknown": f"the ranks could not be started: {error}"}
+            view.never_began(_title(plan))
         if self._dirty is not None:
             facts["unknown"] = self._dirty
         elif self.interrupts.count and not ended.finished:
@@ -185,14 +215,14 @@ class Session:
         *,
         reference: bool = False,
     ) -> Ended:
-        spec = _spec(scenario, plan, store, processes, reference=reference)
+        spec = _spec(scenario, plan, store, processes, self.wait_s(scenario), reference=reference)
         warm = ranks.trials > 0
         watch = AgentWatch(agents, _settings(scenario, warm=warm), store.evidence)
         limits = Limits(
             trial_s=scenario.watchdog.trial_timeout_s,
             capture_s=2 * scenario.watchdog.capture_s + _CAPTURE_SLACK_S,
         )
-        title = f"{plan.scenario} {plan.arm_string} seed {plan.seed}"
+        title = _title(plan)
         ledgers = {rank: Path(path) for rank, path in spec.ledger_paths.items()}
         view.begin(f"{title} (reference)" if reference else title, ledgers, counts=not reference)
         store.event("started", ranks=[entry.pid for entry in processes], warm=warm)
@@ -228,7 +258,7 @@ class Session:
         for name in ("ledger", "decisions", "evidence"):
             (folder / name).mkdir(parents=True)
         store = TrialStore(f"reference.{path.stem}", folder, self.store.path / "reference.jsonl")
-        processes = ranks.ensure(_wanted(scenario, plan.device))
+        processes = ranks.ensure(self._wanted(scenario, plan.device))
         ended = self._drive(scenario, plan, store, agents, ranks, processes, view, reference=True)
         write_json(folder / HISTORY, history(ended, processes))
         if ended.finished:
@@ -278,15 +308,8 @@ def context(planned: Mapping[str, Any], scenario: Scenario, run: Path, simulatio
         world=scenario.target.ranks,
         simulation=simulation,
         retractions_required=scenario.require.retractions,
-        rerun=f"hangrig rerun {run} {planned['id']}",
+        rerun=shlex.join(["hangrig", "rerun", str(run), planned["id"]]),
     )
-
-
-def _wanted(scenario: Scenario, device: str) -> Wanted:
-    kind: DeviceKind = device  # type: ignore[assignment]  # validated by the request
-    model = scenario.model.model_dump()
-    timeout_s = scenario.engine.step_timeout_s
-    return Wanted(scenario.target.name, scenario.target.ranks, kind, model, timeout_s)
 
 
 def _spec(
@@ -294,6 +317,7 @@ def _spec(
     plan: TrialPlan,
     store: TrialStore,
     ranks: Sequence[RankProcess],
+    wait_s: float,
     *,
     reference: bool,
 ) -> TrialSpec:
@@ -318,7 +342,7 @@ def _spec(
         ledger_paths={rank: str(store.ledger_path(rank)) for rank in numbers},
         decisions_paths={rank: str(store.decisions_path(rank)) for rank in numbers},
         journal_paths={rank: str(store.path / "tokens" / f"rank{rank}.jsonl") for rank in numbers},
-        timeout_s=scenario.engine.step_timeout_s,
+        timeout_s=wait_s,
         nodes={entry.rank: entry.node for entry in ranks},
     )
 
@@ -330,6 +354,10 @@ def _settings(scenario: Scenario, *, warm: bool) -> WatchdogSettings:
         **{name: value for name, value in scenario.watchdog.model_dump().items() if name in names}
     )
     return dataclasses.replace(settings, warm_steps=0) if warm else settings
+
+
+def _title(plan: TrialPlan) -> str:
+    return f"{plan.scenario} {plan.arm_string} seed {plan.seed}"
 
 
 def _one_line(document: Mapping[str, Any]) -> str:

@@ -154,6 +154,12 @@ class TrialStore:
     def write_diagnosis(self, document: Mapping[str, Any]) -> None:
         write_json(self.path / "diagnosis.json", document)
 
+    def forget_diagnosis(self) -> None:
+        try:
+            (self.path / "diagnosis.json").unlink(missing_ok=True)
+        except OSError as error:
+            raise _refused(self.path / "diagnosis.json", error) from error
+
     def write_latency(self, samples_us: Mapping[str, Sequence[float]]) -> None:
         """``samples_us``: per hot path (``next_token_copy``, ``step``, ...) its latencies in microseconds."""
         write_json(self.path / "latency.json", {"paths": {k: list(v) for k, v in samples_us.items()}})

@@ -11,12 +11,11 @@ _URGENCY = {"fail": 0, "unknown": 1, "pass": 2}
 def hang_groups(result: Result) -> list[tuple[TrialResult, list[TrialResult]]]:
     """Trials that were not healthy, by signature (by outcome without one): the first of each and the others.
 
-    What was not expected comes first. A ``corrupt`` trial stopped nowhere: unless somebody diagnosed it, its
-    failed check says all there is.
+    What was not expected comes first. A ``corrupt`` trial stopped nowhere: its check says all there is.
     """
     groups: dict[tuple[str, str], list[TrialResult]] = {}
     for trial in sorted(result.trials, key=lambda trial: _URGENCY.get(trial.verdict, 1)):
-        if trial.outcome in ("healthy", "skipped") or (trial.outcome == "corrupt" and not trial.diagnosis):
+        if trial.outcome in ("healthy", "skipped", "corrupt"):
             continue
         signature = trial.diagnosis.signature if trial.diagnosis else ""
         groups.setdefault((signature, "" if signature else trial.outcome), []).append(trial)
@@ -29,7 +28,10 @@ def diagnosis_lines(trial: TrialResult) -> list[str]:
     where = f"{trial.scenario}, {trial.name}"
     if found is None:
         return [f"{trial.outcome}, without a diagnosis", where]
-    lines = [f"{found.kind}: {found.mechanism} ({found.confidence})", where]
+    title = f"{found.kind}: {found.mechanism} ({found.confidence})"
+    if found.kind == "none":
+        title = f"{trial.outcome}, without a diagnosis"
+    lines = [title, where]
     if found.culprits:
         lines.append(f"culprit: {listing([_culprit(item) for item in found.culprits])}")
     if found.operation is not None or found.stream is not None:

@@ -62,7 +62,12 @@ def render(result: Result) -> str:
     if result.never_run:
         lines += ["## Planned, never run", "", *(f"- {code(trial)}" for trial in result.never_run), ""]
     if result.problems:
-        lines += ["## Damaged or missing", "", *(f"- {escape(text)}" for text in result.problems), ""]
+        lines += [
+            "## What went wrong with the run itself",
+            "",
+            *(f"- {escape(text)}" for text in result.problems),
+            "",
+        ]
     return "\n".join(lines).rstrip() + "\n"
 
 

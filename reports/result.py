@@ -62,7 +62,9 @@ def build(stored: StoredRun, *, allow_skip: bool = False) -> Result:
             allow_skip=allow_skip or fields.flag(run, "allow_skip"),
             internal_error=error is not None,
         ),
-        headline=_headline(verdict, scenarios, never_run, problems),
+        headline=f"Hangrig's own error: {error}"
+        if error
+        else _headline(verdict, scenarios, never_run, problems),
         seed=fields.integer(run, "seed"),
         device=fields.text(run, "device", "unknown"),
         simulation=_is_simulation(run),
@@ -177,7 +179,8 @@ def read_trial(stored: StoredTrial, run: str, planned: _Planned | None = None) -
         tokens_compared=fields.integer(document, "tokens_compared"),
         ranks=len(fields.rows(document, "ranks")),
         resolutions=_resolutions(document),
-        rerun=fields.text(document, "rerun") or shlex.join(["hangrig", "rerun", run, stored.id]),
+        # Where the run is now: it may have been copied since trial.json was written.
+        rerun=shlex.join(["hangrig", "rerun", run, stored.id]),
         diagnosis=None if stored.diagnosis is None else read_diagnosis(stored.diagnosis),
         problems=stored.problems,
         latency_us=latency,

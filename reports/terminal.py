@@ -25,10 +25,17 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process with status 1; the status of a run is not the reader's affair."""
+        raise BrokenPipeError
+
+
 def show(result: Result, stream: IO[str]) -> None:
-    """Writes the whole result to ``stream`` (the commands give standard error under ``--json``)."""
+    """Writes the whole result to ``stream`` (the commands give standard error under ``--json``). Raises
+    BrokenPipeError when nobody reads it."""
     interactive = stream.isatty()
-    console = Console(
+    console = _Console(
         file=stream,
         highlight=False,
         no_color=not interactive,
@@ -47,7 +54,7 @@ def show(result: Result, stream: IO[str]) -> None:
     for trial in result.never_run:
         console.print(Text(f"never ran: {printable(trial)}", style="yellow"))
     for problem in result.problems:
-        console.print(Text(f"damaged: {printable(problem)}", style="yellow"))
+        console.print(Text(f"problem: {printable(problem)}", style="yellow"))
     if result.simulation:
         console.print(Text(f"Simulation. {printable(result.simulation_note)}", style="yellow"))
     verdict = Text(result.verdict.upper(), style=_STYLES[result.verdict])

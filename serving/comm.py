@@ -91,7 +91,6 @@ class ProcessGroups:
     """The ``torch.distributed`` groups of this process. They outlive trials: ranks stay warm."""
 
     def __init__(self, *, rank: int, world: int, init_method: str, backend: str, timeout_s: float) -> None:
-        self.world = world
         self._groups: dict[str, dist.ProcessGroup] = {}
         if world == 1:
             return
@@ -105,10 +104,6 @@ class ProcessGroups:
 
     def get(self, name: str) -> dist.ProcessGroup | None:
         return self._groups.get(name)
-
-    def close(self) -> None:
-        if self.world > 1 and dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def _all_gather(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -155,6 +150,7 @@ class Group:
         self._handle = ledger.group(name, range(options.world)) if ledger is not None else 0
         self._process_group = backends.get(name)
         self._captured: dict[str, int] = {}
+        self._captured_now = 0
         self._runtime_sequence = 0
         self._closed = closed
         self._heap: SymmetricHeap | None = None
@@ -242,7 +238,7 @@ class Group:
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         label = f"{operation} {self.name}"
         if self._device.capturing:
-            self._captured_now = self._captured_now + 1
+            self._captured_now += 1
 
             def in_graph() -> None:
                 self._carry(operation, shape, dtype, move, 0)
@@ -295,8 +291,6 @@ class Group:
             time.sleep(1e-3)
 
     # Graphs ------------------------------------------------------------------------------------------------
-
-    _captured_now = 0
 
     def capture_begins(self) -> None:
         self._captured_now = 0

@@ -4,7 +4,8 @@ Every rank attends to its own requests; the experts are spread over the ranks. S
 idle ones too, tell each other what they are about to run, and all run the same collectives. Tokens are padded
 in one of two ways, as SGLang does it (PLATFORMS.md): MAX_LEN pads every rank to the longest one and uses
 all-gather and reduce-scatter; SUM_LEN packs them one after the other and uses two all-reduces. Any prefill with
-more than one rank means SUM_LEN; only MAX_LEN can be captured into a graph.
+more than one rank means SUM_LEN; only MAX_LEN can be captured into a graph. Where neither decides and nothing is
+asked for, an eager step takes the padding that moves fewer rows, by SGLang's rule.
 
 Not here: the collectives themselves (``comm.py``), the choice of the local batch (``scheduler.py``).
 """
@@ -42,14 +43,11 @@ class LocalState:
     step: int
     mode: Mode
     tokens: int
-    samples: int
     graph: bool
     work: bool
-    retracted: int = 0
 
     def row(self) -> list[int]:
-        flags = (int(self.graph), int(self.work))
-        return [self.step, int(self.mode), self.tokens, self.samples, *flags, self.retracted]
+        return [self.step, int(self.mode), self.tokens, int(self.graph), int(self.work)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +93,23 @@ class StepPlan:
 def agree(group: Group, local: LocalState, *, buckets: Sequence[int], padding: Padding | None) -> StepPlan:
     """The per-step agreement of all ranks. ``padding`` None chooses as SGLang does; buckets ascending."""
     rows = group.all_gather_host(local.row())
-    steps = {row[0] for row in rows}
-    if steps != {local.step}:
-        raise AgreementError(f"the ranks are at different steps: {[row[0] for row in rows]}")
-    modes = tuple(Mode(row[1]) for row in rows)
-    tokens = tuple(row[2] for row in rows)
+    steps, numbers, tokens, graphs, works = zip(*rows, strict=True)
+    if set(steps) != {local.step}:
+        raise AgreementError(f"the ranks are at different steps: {list(steps)}")
+    modes = tuple(map(Mode, numbers))
     wanted = (
-        all(row[4] for row in rows)
-        and Mode.PREFILL not in modes
-        and Mode.DECODE in modes
-        and padding is not Padding.SUM_LEN
+        all(graphs) and Mode.PREFILL not in modes and Mode.DECODE in modes and padding is not Padding.SUM_LEN
     )
     bucket = next((b for b in buckets if b >= max(tokens)), 0) if wanted else 0
     if bucket:
         chosen = Padding.MAX_LEN
     elif Mode.PREFILL in modes and len(rows) > 1:
         chosen = Padding.SUM_LEN
+    elif padding is None:  # fewer rows to move; an all-reduce moves each twice
+        chosen = Padding.MAX_LEN if 2 * sum(tokens) > max(tokens) * len(rows) else Padding.SUM_LEN
     else:
-        chosen = Padding.MAX_LEN if padding is None else padding
-    return StepPlan(local.step, modes, tokens, chosen, bucket, any(row[5] for row in rows))
+        chosen = padding
+    return StepPlan(local.step, modes, tokens, chosen, bucket, any(works))
 
 
 def valid_rows(counts_W: torch.Tensor, plan: StepPlan) -> torch.Tensor:

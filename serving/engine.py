@@ -30,6 +30,8 @@ from serving.sampling import Grammars, sample
 from serving.scheduler import Scheduler, SchedulerConfig
 from serving.transfer import Fetched, PinnedPolicy, Transfers
 
+_EMPTY_STEPS_A_DECISION = 16
+"""Of steps in which no rank has anything, this many make one record: an idle gap would fill the ring."""
 _MODES = {BatchMode.IDLE: Mode.IDLE, BatchMode.DECODE: Mode.DECODE, BatchMode.PREFILL: Mode.PREFILL}
 
 
@@ -51,10 +53,8 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that is on the device. ``fetched`` comes once its sampling is enqueued."""
+    """A step whose forward pass is enqueued and whose tokens are not sampled yet."""
 
-    batch: Batch
-    plan: StepPlan
     ws: Workspace
     sampled: tuple[str, ...]  # request ids in the order of the sampled rows
 
@@ -67,10 +67,6 @@ class Pending:
     batch: Batch
     sampled: tuple[str, ...]
     fetched: Fetched | None
-
-
-class EngineError(RuntimeError):
-    """The engine cannot go on, or was not clean at the end of a trial."""
 
 
 class Engine:
@@ -110,6 +106,7 @@ class Engine:
         self._graphs: dict[int, tuple[Graph, Workspace]] = {}
         self._replay_done: Event | None = None
         self._pending: Pending | None = None
+        self._ended_told = 0
         self._step_began_ns = 0
         if config.graph:
             self._phase("capture")
@@ -132,8 +129,6 @@ class Engine:
             self._pending = self._sample(launched, batch)
         else:
             self._finish(self._sample(launched, batch))
-        if self.scheduler.idle() and not plan.empty:
-            self.scheduler.check_integrity()
         self._end_step(batch, plan)
         return plan.work
 
@@ -168,10 +163,8 @@ class Engine:
             step=self.steps,
             mode=_MODES[batch.mode],
             tokens=batch.num_tokens,
-            samples=len(batch.sampling),
             graph=self.config.graph,
             work=bool(self._arrivals) or self.scheduler.has_work(),
-            retracted=len(batch.retracted),
         )
         return agree(
             self._comm.group("agree"),
@@ -184,11 +177,10 @@ class Engine:
         self._phase("launch")
         rows = batch.rows
         prefix = self._assign_rows(batch)
-        sampled = batch.sampling
         if plan.graph:
             graph, ws = self._graphs[plan.bucket]
         else:
-            sizes = (batch.num_tokens, len(rows), len(sampled), len(prefix))
+            sizes = (batch.num_tokens, len(rows), len(batch.sampling), len(prefix))
             ws = Workspace.make(self._device, self._model, plan, self._rank, sizes=sizes)
         self.transfers.to_device(
             ws.counts_W, lambda host: host.copy_(torch.tensor(plan.tokens)), "token_count_copy"
@@ -202,7 +194,7 @@ class Engine:
             self._replay(graph, ws, args)
         else:
             self._forward.enqueue(ws, args)
-        return Launched(batch, plan, ws, sampled)
+        return Launched(ws, batch.sampling)
 
     def _replay(self, graph: Graph, ws: Workspace, args: HostArgs) -> None:
         """Update the host arguments for this step, fenced by the previous replay; then replay."""
@@ -248,7 +240,9 @@ class Engine:
             pending.fetched.done.synchronize(self.config.wait_s)
             values = pending.fetched.tensor.tolist()
             self.transfers.release(pending.fetched)
-            tokens = dict(zip(pending.sampled, values, strict=False))  # graph rows are padded
+            rows = zip(pending.sampled, values, strict=False)  # graph rows are padded
+            # A request that ended after this step was launched drops the step's token.
+            tokens = {request_id: token for request_id, token in rows if request_id in self._requests}
             self._phase("process")
             if self._journal is not None:
                 self._journal.append(pending.step, tokens)
@@ -258,28 +252,35 @@ class Engine:
         finished = self.scheduler.commit(pending.batch, tokens, ended)
         self.tokens_out += len(tokens)
         self._end_requests([request.id for request in finished])
+        if pending.batch.rows and self.scheduler.idle():  # once: it walks the pool, and peers may go on
+            self.scheduler.check_integrity()
 
     def _end_step(self, batch: Batch, plan: StepPlan) -> None:
         kind = "step" if Mode.PREFILL not in plan.modes else "prefill_step"
         if not plan.empty:
             self.step_us[kind].append((time.perf_counter_ns() - self._step_began_ns) / 1e3)
             self.decode_steps += kind == "step"
-        if self._ledger is not None and not (plan.empty and self.steps % 16):
-            self._ledger.decision(
-                {
-                    "step": self.steps,
-                    "mode": _MODES[batch.mode].name.lower(),
-                    "modes": [mode.name.lower() for mode in plan.modes],
-                    "tokens": list(plan.tokens),
-                    "padding": plan.padding.name.lower(),
-                    "bucket": plan.bucket,
-                    "graph": plan.graph,
-                    "update": plan.graph,
-                    "retracted": list(batch.retracted),
-                    "waiting": len(self.scheduler.waiting),
-                    "tokens_out": self.tokens_out,
-                }
-            )
+        finished = [request.id for request in self.ended[self._ended_told :]]
+        nothing = plan.empty and not batch.retracted and not finished
+        if self._ledger is None or (nothing and self.steps % _EMPTY_STEPS_A_DECISION):
+            return
+        self._ended_told = len(self.ended)
+        self._ledger.decision(
+            {
+                "step": self.steps,
+                "mode": _MODES[batch.mode].name.lower(),
+                "modes": [mode.name.lower() for mode in plan.modes],
+                "tokens": list(plan.tokens),
+                "padding": plan.padding.name.lower(),
+                "bucket": plan.bucket,
+                "graph": plan.graph,
+                "update": plan.graph,
+                "retracted": list(batch.retracted),
+                "finished": finished,
+                "waiting": len(self.scheduler.waiting),
+                "tokens_out": self.tokens_out,
+            }
+        )
 
     # Rows, buffers, graphs ---------------------------------------------------------------------------------
 

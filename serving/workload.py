@@ -30,7 +30,8 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One request as a client sends it. Sampling is greedy (temperature 0)."""
+    """One request as a client sends it. Sampling is greedy (temperature 0), and no end-of-sequence token ends the
+    output, so that a seed fixes lengths as far as no grammar does."""
 
     id: str
     prompt: tuple[int, ...]

@@ -61,6 +61,12 @@ def test_another_architecture_is_named(tmp_path: Path, directory: Path) -> None:
     assert "llama" in done.stderr.lower() and "deepseek" in done.stderr.lower()
 
 
+def test_a_grammar_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path) -> None:
+    done = run(tmp_path, "workload.grammar=verse")
+    assert done.returncode == 2
+    assert "dp-idle-burst: workload: there is no grammar 'verse'; allowed: digits, list" in done.stderr
+
+
 def test_requests_that_the_model_cannot_hold_are_named(tmp_path: Path) -> None:
     done = run(tmp_path, "workload.long_prompt_tokens=9000", "engine.kv_tokens=20000")
     assert done.returncode == 2

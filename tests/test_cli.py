@@ -333,3 +333,29 @@ def test_help_is_quick_because_it_imports_no_engine() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=CONSOLE_S, check=True, cwd=ROOT
     )
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("arguments", [["report"], ["report", "--json"], ["compare", "--by", "pinned"]])
+def test_a_reader_that_leaves_early_changes_no_status(stored: Path, arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "harness.cli", arguments[0], str(stored), *arguments[1:]],
+            stdout=writer, stderr=subprocess.PIPE, text=True, timeout=CONSOLE_S, cwd=ROOT, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_closed_streams_change_no_status(stored: Path, closed: str) -> None:
+    command = [sys.executable, "-m", "harness.cli", "report", str(stored)]
+    (stored / "report.json").unlink(missing_ok=True)
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command], timeout=CONSOLE_S, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0
+    assert json.loads((stored / "report.json").read_bytes())["verdict"] == "pass"

@@ -179,11 +179,13 @@ def test_the_driver_can_ask_for_a_capture(system: Rig, tmp_path: Path) -> None:
 
 
 def test_a_constructor_that_raises_ends_the_start_with_its_exception(system: Rig) -> None:
-    pool = RankPool(system.cluster)
+    owned: list[RankProcess] = []
+    pool = RankPool(system.cluster, owner=owned.extend)
     kwargs = [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "broken": True}]
     before = set(system.cluster.processes())
     with pytest.raises(ClusterError, match="rank 1 was told to break"):
         pool.start(rig.RANK, kwargs)
+    assert [rank.rank for rank in owned] == [0, 1]  # told before one was constructed
     assert pool.processes == ()
     gone = process_control.wait_gone(set(system.cluster.processes()) - before, 10.0)
     assert gone == []

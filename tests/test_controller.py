@@ -211,7 +211,7 @@ def test_a_capture_that_comes_ends_the_waiting_for_it(bench: Bench) -> None:
     assert isinstance(asked, Capturing)
     assert isinstance(bench.step(asked), Capturing)
     state = bench.step(asked, view=CAPTURED)
-    assert isinstance(state, Ended) and state.captured
+    assert isinstance(state, Ended) and state.captured and state.reason == "interrupted"
 
 
 @pytest.mark.parametrize(

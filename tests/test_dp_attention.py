@@ -30,7 +30,7 @@ BUCKETS = (1, 2, 4, 8)
 
 
 def state(mode: Mode, tokens: int, *, step: int = 5, graph: bool = True, work: bool = True) -> LocalState:
-    return LocalState(step=step, mode=mode, tokens=tokens, samples=tokens, graph=graph, work=work)
+    return LocalState(step=step, mode=mode, tokens=tokens, graph=graph, work=work)
 
 
 @dataclass
@@ -72,8 +72,13 @@ def plan_of(
         ((PREFILL, PREFILL), (16, 16), None, SUM_LEN, 0),
         ((PREFILL,), (30,), None, MAX_LEN, 0),
         ((DECODE,), (3,), None, MAX_LEN, 4),
+        # an eager decode step of unequal ranks: SUM_LEN where it moves fewer rows
+        ((DECODE, IDLE), (9, 0), None, SUM_LEN, 0),
+        ((DECODE, IDLE), (9, 0), MAX_LEN, MAX_LEN, 0),
+        ((DECODE, DECODE, DECODE, IDLE), (9, 8, 1, 0), None, SUM_LEN, 0),
+        ((DECODE, DECODE, DECODE, IDLE), (9, 8, 2, 0), None, MAX_LEN, 0),
         # nobody has anything
-        ((IDLE, IDLE), (0, 0), None, MAX_LEN, 0),
+        ((IDLE, IDLE), (0, 0), None, SUM_LEN, 0),
     ],
 )
 def test_all_ranks_choose_the_same_from_what_all_said(
@@ -108,9 +113,9 @@ def test_ranks_at_different_steps_are_an_error_that_shows_them() -> None:
 
 def test_a_rank_tells_all_it_decided() -> None:
     group = OtherRanks([])
-    local = LocalState(step=9, mode=PREFILL, tokens=33, samples=2, graph=True, work=False, retracted=4)
+    local = LocalState(step=9, mode=PREFILL, tokens=33, graph=True, work=False)
     agree(group, local, buckets=BUCKETS, padding=None)  # type: ignore[arg-type]
-    assert group.sent == [[9, 2, 33, 2, 1, 0, 4]]
+    assert group.sent == [[9, 2, 33, 1, 0]]
 
 
 @pytest.mark.parametrize(

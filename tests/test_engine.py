@@ -12,6 +12,7 @@ import json
 import re
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -26,7 +27,8 @@ from harness.target import RankResult, TrialSpec
 from serving.deepseek_v2 import DeepseekV2
 from serving.engine import Engine
 from serving.forward import Forward, Workspace
-from serving.model_config import TINY
+from serving.model_config import TINY, ModelConfig, YarnScaling
+from serving.scheduler import Scheduler
 from serving.targets import builtin_rank
 from serving.weights import random_weights
 from serving.workload import generate, workload
@@ -71,27 +73,64 @@ def check(trial: Trial, reference: Trial) -> None:
     assert trial.tokens == reference.tokens
     assert trial.finish == reference.finish
     assert [list(result.leaks) for result in trial.results] == [[]] * len(trial.outcomes)
+    assert trial.count("tokens_out") == sum(map(len, trial.tokens.values())), "dropped tokens do not count"
+    told = [step["finished"] for rank in range(len(trial.outcomes)) for step in decisions(trial, rank)]
+    assert sorted(name for names in told for name in names) == sorted(trial.tokens)
 
 
 # Against transformers ------------------------------------------------------------------------------------------
 
 
-def test_tokens_equal_those_of_transformers(tmp_path: Path, reference: Trial, trials: Trials) -> None:
+def in_transformers(config: ModelConfig, directory: Path) -> Any:
+    """Their model with our weights of seed 0."""
     from safetensors.torch import save_file
     from transformers import DeepseekV2ForCausalLM
 
-    save_file(random_weights(TINY, 0), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(TINY.to_json()))
-    theirs = DeepseekV2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    save_file(random_weights(config, 0), directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config.to_json()))
+    return DeepseekV2ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def check_against(theirs: Any, trial: Trial) -> None:
     arrivals = generate(workload(MIX), seed=1, vocab_size=TINY.vocab_size)
     free = [arrival.request for arrival in arrivals if arrival.request.grammar is None]
     assert len(free) >= 6
     for request in free:
-        made = reference.tokens[request.id]
+        made = trial.tokens[request.id]
         with torch.no_grad():  # greedy, so each token follows from those before: one pass shows all
             logits_TV = theirs(torch.tensor([[*request.prompt, *made]]), use_cache=False).logits[0]
         assert made == logits_TV[len(request.prompt) - 1 : -1].argmax(-1).tolist()
         assert len(made) == request.max_new_tokens
+
+
+def test_tokens_equal_those_of_transformers(tmp_path: Path, reference: Trial) -> None:
+    check_against(in_transformers(TINY, tmp_path), reference)
+
+
+def with_model(seat: Seat, spec: TrialSpec, directory: str) -> RankResult:
+    """The trial on a model of a directory, in place of the one that is kept warm."""
+    model = builtin_rank.load_model({"directory": directory}, seat.rank, seat.world)
+    with patch.object(seat.actor, "_model", model):
+        return run_trial(seat, spec)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_directory_with_yarn_and_grouped_routing_gives_the_tokens_of_transformers(
+    ranks: LocalRanks, trials: Trials, tmp_path: Path, world: int
+) -> None:
+    config = replace(
+        TINY,
+        rope_scaling=YarnScaling(8.0, 32, mscale=0.707, mscale_all_dim=1.0),
+        topk_method="group_limited_greedy", n_group=4, topk_group=2, num_experts_per_tok=3,
+        routed_scaling_factor=2.5, n_shared_experts=2, q_lora_rank=24,
+    )  # fmt: skip
+    theirs = in_transformers(config, tmp_path)
+    saved = tmp_path / "saved"
+    theirs.save_pretrained(saved, max_shard_size="400KB")
+    spec = trials.of(world).spec(toggles={"pinned": "pinned"})
+    trial = ranks.trial(world, spec, functools.partial(with_model, directory=str(saved)))
+    check_against(theirs, trial)
+    assert any(step["graph"] for step in decisions(trial))
 
 
 # Whatever is switched on ---------------------------------------------------------------------------------------
@@ -215,6 +254,28 @@ def test_bursts_with_idle_gaps_and_one_long_prompt(ranks: LocalRanks, trials: Tr
         modes = [step["mode"] for step in decisions(trial, rank)]
         assert {"prefill", "decode", "idle"} <= set(modes)
         assert "prefill" in modes[modes.index("idle") :], "the rank came back from being idle"
+
+
+def integrity_checks(seat: Seat, spec: TrialSpec) -> list[bool]:
+    """Whether the scheduler was idle, at each check that the engine made."""
+    checks = []
+    check_integrity = Scheduler.check_integrity
+
+    def noted(scheduler: Scheduler) -> None:
+        checks.append(scheduler.idle())
+        check_integrity(scheduler)
+
+    with patch.object(Scheduler, "check_integrity", noted):
+        seat.actor.run_trial(spec)
+    return checks
+
+
+def test_pages_are_checked_when_a_rank_becomes_idle_and_at_the_end(ranks: LocalRanks, trials: Trials) -> None:
+    """Not in every idle step: a peer that is busy would wait for it."""
+    table = {"kind": "bursts", "bursts": 2, "requests_per_burst": 3, "prompt_tokens": (4, 20)}
+    spec = Trials(trials.directory / "checks", table).spec(toggles={"pinned": "pinned"})
+    checks = [outcome.value for outcome in ranks.stressed(2, spec, integrity_checks).outcomes]
+    assert checks == [[True, True, True]] * 2
 
 
 def test_a_prompt_that_can_never_fit_is_aborted_with_the_reason_and_the_others_go_on(

@@ -126,13 +126,6 @@ def test_activate_replaces_chains_and_switches_off() -> None:
     assert faults.ACTIVE is None
 
 
-def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "_REGISTRY", {})
-    assert faults.register("recorder")(Recorder) is Recorder
-    with pytest.raises(FaultError, match="'recorder' is registered already"):
-        faults.register("recorder")(Recorder)
-
-
 def test_the_device_passes_every_site_that_is_its_own() -> None:
     import torch
     from sim_rig import LONG_S, opened

@@ -87,7 +87,9 @@ def test_the_constraints_pin_torch_and_the_package_does_not() -> None:
 
 def test_no_module_of_the_harness_is_left_out_of_the_contracts() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    contract = next(c for c in contracts if c["name"] == "only the commands, the plugin and the run see reports")
+    contract = next(
+        c for c in contracts if c["name"] == "only the commands, the plugin and the run see reports"
+    )
     modules = {f"harness.{path.stem}" for path in (ROOT / "harness").glob("*.py")} | {"harness.devices"}
     exempt = {"harness.__init__", "harness.cli", "harness.pytest_plugin", "harness.run"}
     assert set(contract["source_modules"]) == modules - exempt

@@ -94,6 +94,19 @@ def test_wrong_tokens_and_nothing_else_are_corruption(trial: TrialStore) -> None
     trial.write_tokens({**TOKENS, "r1": [5]})
     found = run_judge(trial)
     assert (found["outcome"], found["verdict"], found["tokens_differ"]) == ("corrupt", "fail", 1)
+    written = diagnosis(trial)
+    assert (written["kind"], written["mechanism"], written["signature"]) == ("none", "unknown", "")
+    assert written["proof"][0]["evidence"] == "tokens.json" and "token" in written["proof"][0]["fact"]
+    assert not (trial.evidence / "merged.json").exists()
+
+
+def test_a_trial_that_turns_out_healthy_loses_its_diagnosis(trial: TrialStore) -> None:
+    finished(trial)
+    trial.write_tokens({**TOKENS, "r1": [5]})
+    assert run_judge(trial)["outcome"] == "corrupt" and (trial.path / "diagnosis.json").exists()
+    trial.write_tokens(TOKENS)
+    assert run_judge(trial)["outcome"] == "healthy"
+    assert not (trial.path / "diagnosis.json").exists()
 
 
 def test_a_finished_trial_that_an_agent_captured_before_is_healthy(trial: TrialStore) -> None:
@@ -169,7 +182,9 @@ def test_without_evidence_nothing_is_known(trial: TrialStore) -> None:
     found = run_judge(trial)
     assert (found["outcome"], found["verdict"]) == ("unknown", "unknown")
     assert "left no evidence" in reason(found, "hang")
-    assert not (trial.path / "diagnosis.json").exists()
+    told = diagnosis(trial)
+    assert (told["kind"], told["culprits"], told["proof"]) == ("none", [], [])
+    assert told["missing_evidence"] == [{"what": "a capture", "why": reason(found, "hang")}]
 
 
 def test_ranks_that_move_are_no_hang_and_no_success(trial: TrialStore) -> None:

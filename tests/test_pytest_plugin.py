@@ -12,6 +12,7 @@ import pytest
 from run_fixture import ARMS, RunBuilder
 
 from harness import pytest_plugin
+from harness.diagnosis_model import nothing_stopped
 from harness.pytest_plugin import HangOutcome, read_outcome, run_scenarios
 from reports import write_all
 
@@ -26,7 +27,8 @@ def stored(tmp_path: Path) -> HangOutcome:
     builder = RunBuilder(tmp_path)
     builder.trial(ARMS[0], 1)
     builder.trial(ARMS[1], 1, "hang")
-    builder.trial({"pinned": "pinned_sync"}, 1, "corrupt")
+    corrupt = builder.trial({"pinned": "pinned_sync"}, 1, "corrupt")
+    corrupt.write_diagnosis(nothing_stopped((), (), simulation=True).to_json())
     result = write_all(builder.finish())
     return read_outcome(result.to_json(), result.exit)
 

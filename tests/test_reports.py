@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from run_fixture import ARMS, NOTE, SCENARIO, RunBuilder, d1_run, merged, write_evidence
 
 import reports
+from harness.diagnosis_model import Missing, nothing_stopped
 from harness.store import read_run, write_json
 from reports import html, junit, markdown, terminal
 from reports.result import build
@@ -314,3 +315,19 @@ def test_writing_twice_gives_the_same_files(tmp_path: Path) -> None:
     reports.write_all(path)
     assert [(path / name).read_bytes() for name in names] == first
     assert not list(path.glob(".*.tmp"))
+
+
+def test_what_stopped_nowhere_is_told_as_that(tmp_path: Path) -> None:
+    """Trials that were not healthy all have a diagnosis.json; its kind ``none`` is no diagnosis to show."""
+    nothing = nothing_stopped((), (Missing("a capture", "interrupted"),), simulation=True).to_json()
+    builder = RunBuilder(tmp_path)
+    builder.trial(ARMS[0], 0, "corrupt").write_diagnosis(nothing)
+    builder.trial(ARMS[0], 1, "unknown").write_diagnosis(nothing)
+    result = reports.write_all(builder.finish())
+    stream = io.StringIO()
+    terminal.show(result, stream)
+    assert "unknown, without a diagnosis\n" in stream.getvalue()
+    assert "missing evidence: a capture" in stream.getvalue() and "corrupt, " not in stream.getvalue()
+    page = (builder.path / "report.html").read_text()
+    assert "unknown, without a diagnosis" in page and "corrupt, without" not in page
+    assert result.signatures == ()

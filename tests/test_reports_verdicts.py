@@ -209,7 +209,7 @@ def test_hangrigs_own_error_wins(tmp_path: Path) -> None:
     builder.trial(ARMS[0], 0)
     result = built(builder.finish(error="ClusterError: no raylet"))
     assert (result.verdict, result.exit) == ("unknown", 70)
-    assert "ClusterError: no raylet" in result.problems[0]
+    assert "ClusterError: no raylet" in result.problems[0] and "ClusterError: no raylet" in result.headline
 
 
 def test_on_hardware_a_few_flipped_tokens_are_no_corruption_unless_the_check_says_so(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 import time
@@ -19,13 +20,15 @@ from typer.testing import CliRunner, Result
 
 from harness import process_control
 from harness import run as run_room
+from harness import session as session_room
 from harness.cli import app
 from harness.live import LiveView
 from harness.process_control import ProcessId, myself
 from harness.pytest_plugin import HangOutcome
 from harness.request import BadRequest, RunOutcome, RunRequest
-from harness.session import Interrupts, Session
-from harness.store import RunStore, StoreError, load_schema
+from harness.scenario import find_scenario, load
+from harness.session import Interrupts, Job, Session
+from harness.store import RunStore, load_schema
 
 LONGEST_S = 240
 PINNED = "dp-pinned-hang.pinned=pinned,symm_mem=off.seed-1"
@@ -147,7 +150,73 @@ def test_the_first_signal_is_a_wish_and_the_second_an_order() -> None:
         assert interrupts.count == 1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # a third must not break into what the second one set going
+        assert interrupts.count == 3
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_no_signal_breaks_into_the_end_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def step(name: str, *, fails: bool = False) -> Any:
+        def run(*_: object, **__: object) -> list[ProcessId]:
+            signal.raise_signal(signal.SIGINT)
+            ended.append(name)
+            if fails:
+                raise RuntimeError("the cluster is gone")
+            return []
+
+        return run
+
+    monkeypatch.setattr(session_room.Agents, "start", lambda *_: None)
+    monkeypatch.setattr(session_room.Ranks, "discard", step("ranks", fails=True))
+    monkeypatch.setattr(session_room.Agents, "stop", step("agents"))
+    monkeypatch.setattr(session_room.LocalCluster, "stop", step("cluster"))
+    scenario = load(find_scenario("dp-retract"))
+    request = RunRequest(scenarios=(scenario,), out=tmp_path)
+    store = RunStore(tmp_path, {})
+    with pytest.raises(RuntimeError, match="the cluster is gone"):
+        Session(request, store, simulation=True).run([Job(scenario, [])])
+    assert ended == ["ranks", "agents", "cluster"]
+
+
+def test_a_place_that_cannot_be_written_is_bad_usage(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = call("run", "dp-retract", "--out", str(tmp_path / "file" / "runs"))
+    assert done.exit_code == 2 and done.stdout == ""
+    assert "--out" in done.stderr and "Not a directory" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("address", "said"), [("nonsense", "is no Ray address"), ("127.0.0.1:1", "nothing answers")]
+)
+def test_a_ray_address_where_nobody_is_is_bad_usage(tmp_path: Path, address: str, said: str) -> None:
+    done = call("run", "dp-retract", "--ray-address", address, "--out", str(tmp_path / "runs"))
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "--ray-address" in done.stderr and said in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_is_run_again_from_where_it_lies_now(stored: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "some where" / "a run"
+    moved.parent.mkdir()
+    shutil.copytree(stored, moved)
+    assert call("report", str(moved)).exit_code in (0, 1)
+    line = shlex.join(["hangrig", "rerun", str(moved), PINNED])
+    assert f"    {line}\n" in (moved / "summary.md").read_text()
+    assert call("recheck", str(moved)).exit_code in (0, 1)
+    assert rig.load(moved / "trials" / PINNED / "trial.json")["rerun"] == line
+
+
+@pytest.mark.parametrize(("hold_s", "more_s"), [(1800.0, 1800.0), (None, 24 * 3600.0)])
+def test_held_ranks_wait_at_least_as_long_as_they_are_held(
+    stored: Path, hold_s: float | None, more_s: float
+) -> None:
+    scenario = load(find_scenario("dp-retract"))
+    own_s = scenario.engine.step_timeout_s
+    for on_hang, wait_s in (("hold", own_s + more_s), ("end", own_s)):
+        request = RunRequest(scenarios=(scenario,), on_hang=on_hang, hold_s=hold_s)  # type: ignore[arg-type]
+        assert Session(request, RunStore.open(stored), simulation=True).wait_s(scenario) == wait_s
 
 
 @pytest.mark.parametrize("device", ["cuda", "npu"])
@@ -222,7 +291,7 @@ def test_a_run_that_goes_on_is_left_alone(stored: Path) -> None:
     own = myself()
     change(stored, finished_utc=None, driver={"pid": own.pid, "start_time_ticks": own.start_time_ticks})
     (stored / "trials" / PINNED / "trial.json").unlink()
-    with pytest.raises(StoreError, match=f"still going on .pid {own.pid}."):
+    with pytest.raises(BadRequest, match=f"still going on .pid {own.pid}."):
         run_room.report(stored)
     assert not (stored / "trials" / PINNED / "trial.json").exists()
 

@@ -157,6 +157,8 @@ def test_presets_and_sites_are_those_of_the_engine() -> None:
     ("settings", "message"),
     [
         (["workload.request=3"], "--set workload.request=3: unknown key; did you mean workload.requests?"),
+        (["engine.kv_token=3"], "unknown key; did you mean engine.kv_tokens? allowed: kv_tokens, page_size,"),
+        (["watchdog.nonsense=3"], "watchdog.nonsense=3: unknown key; allowed: sample_period_s"),
         (["requests=3"], "--set requests=3: unknown key; did you mean workload.requests?"),
         (["engine.padding=sumlen"], "--set engine.padding=sumlen: is not allowed; did you mean sum_len?"),
         (["workload.kind=alternate"], "did you mean alternating? allowed: prefix_tree, bursts, alternating"),
@@ -169,7 +171,7 @@ def test_presets_and_sites_are_those_of_the_engine() -> None:
         (["workload.prompt_tokens=[0, 2]"], "begins below 1"),
         (["engine.graph_buckets=[16, 4]"], "must ascend"),
         (["jitter.sites=['copy.h2x']"], "did you mean copy.h2d?"),
-        (["unheard.of=1"], 'unheard={"of": 1}: unknown key; allowed: name, summary'),
+        (["unheard.of=1"], '--set unheard={"of": 1}: unknown key; allowed: name, summary'),
     ],
 )
 def test_mistakes_in_one_key(settings: list[str], message: str) -> None:

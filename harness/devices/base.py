@@ -1,6 +1,6 @@
 """What an engine may ask of an accelerator: streams, events, buffers, copies and graphs.
 
-The engine is written once, against these protocols; ``sim.py``, ``cuda.py`` and ``npu.py`` provide them.
+The engine is written once, against these protocols; each device is a module beside this one (``sim.py``).
 Nothing here runs anything. The words are PyTorch's, with three additions that the Ascend case needs:
 
 * an *external event* is a flag, not a counter: a record writes 1, a wait waits for 1 and then writes 0,

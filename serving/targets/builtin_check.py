@@ -19,12 +19,15 @@ def problem(model: Mapping[str, Any], requests: Mapping[str, Any], seeds: Sequen
     """One sentence that names what is wrong and what to do; None when all is well."""
     try:
         config = _config(model)
-        kind = workload(requests)
-        if kind.grammar_share > 0:
+    except ModelError as error:
+        return f"model: {error}"
+    kind = workload(requests)
+    if kind.grammar_share > 0:
+        try:
             vocabulary(config.vocab_size)
             grammar_text(kind.grammar)
-    except (ModelError, GrammarError) as error:
-        return f"model: {error}"
+        except GrammarError as error:
+            return f"workload: {error}"
     for seed in seeds:
         arrivals = generate(kind, seed=seed, vocab_size=config.vocab_size)
         longest = longest_context(arrivals)

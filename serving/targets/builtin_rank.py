@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class RankActor:
             journal.close()
             if ledger is not None:
                 ledger.close()
-        return _with_leaks(result, [*stuck, *_leaks(device)])
+        return replace(result, leaks=(*stuck, *_leaks(device)))
 
     def _make_ledger(self, spec: TrialSpec) -> LedgerWriter:
         return LedgerWriter.create(
@@ -224,10 +225,3 @@ def _leaks(device: SimDevice) -> list[str]:
     if threads:
         found.append(f"threads still alive: {', '.join(threads)}")
     return found
-
-
-def _with_leaks(result: RankResult, leaks: list[str]) -> RankResult:
-    return RankResult(
-        **{field: getattr(result, field) for field in RankResult.__dataclass_fields__ if field != "leaks"},
-        leaks=tuple(leaks),
-    )
