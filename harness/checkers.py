@@ -46,6 +46,8 @@ class Facts:
     leaks: Sequence[str]
     retractions: int
     retractions_required: int
+    aborted: Sequence[str]
+    """Requests that the engine gave up, with its reason."""
     tokens: Mapping[str, Sequence[int]]
     reference: Mapping[str, Sequence[int]] | None
     reference_why: str = ""
@@ -144,6 +146,10 @@ def _tokens(facts: Facts) -> Check:
 
 
 def _pressure(facts: Facts) -> Check:
+    if facts.finished and facts.aborted:
+        count = len(facts.aborted)
+        what = f"{count} request{'s were' if count > 1 else ' was'} aborted, first {facts.aborted[0]}"
+        return Check("pressure", "unknown", f"the workload was not served whole: {what}")
     wanted = facts.retractions_required
     if wanted == 0:
         return Check("pressure", "pass", f"{facts.retractions} retractions, none required")

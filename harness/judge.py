@@ -59,6 +59,11 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
         leaks=history.get("leaks", []),
         retractions=history.get("retractions", 0),
         retractions_required=context.retractions_required,
+        aborted=[
+            f"{request} ({how})"
+            for request, how in history.get("finish", {}).items()
+            if how.startswith("aborted")
+        ],
         tokens=tokens,
         reference=wanted,
         reference_why=reference_why,

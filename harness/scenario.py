@@ -115,6 +115,8 @@ def validate(
     keys, problems = apply_settings(changed, settings, device)
     if problems:
         raise ScenarioError(problems)
+    if isinstance(model := changed.get("model"), dict) and isinstance(model.get("directory"), str):
+        model["directory"] = str(Path(model["directory"]).absolute())  # a rerun may start elsewhere
     try:
         scenario = Scenario.model_validate(changed)
     except ValidationError as error:

@@ -101,7 +101,8 @@ class Engine(Table):
     graph_buckets: Annotated[tuple[int, ...], AfterValidator(_ascending)] = (1, 2, 4, 8, 16)
     """Batch sizes for which a decode graph is captured, ascending."""
     padding: Literal["auto", "max_len", "sum_len"] = "auto"
-    """How tokens of all ranks meet around the experts; auto chooses as sglang does."""
+    """How tokens of all ranks meet around the experts; auto chooses as sglang does. A prefill with more than
+    one rank packs them whatever this says."""
     step_timeout_s: Seconds = 300.0
     """Deadline of each host wait and of each collective; above the watchdog's whole time."""
 

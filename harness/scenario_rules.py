@@ -92,6 +92,12 @@ def _graph(scenario: Scenario) -> Iterator[Finding]:
                 "engine.padding", engine.padding, "needs eager steps, and graph is on in some arm",
                 'use "auto" or "max_len", or leave graph off',
             )  # fmt: skip
+    elif "D1" in _asked_values(scenario, "defect"):
+        yield (
+            "arms.defect" if scenario.arms.defect else "toggles.defect", "D1",
+            "can do nothing: it is a missing fence before a graph update and no arm has graph on",
+            'set toggles.graph = "on" or leave D1 out',
+        )  # fmt: skip
     elif any(defect.name == "D1" for defect in scenario.sim.defects):
         yield (
             "sim.defects", "D1",

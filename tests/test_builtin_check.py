@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import save_file
 
 from serving.model_config import preset
+from serving.targets import builtin_check
 from serving.weights import random_weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,6 +66,15 @@ def test_a_grammar_that_does_not_exist_is_named_with_those_that_do(tmp_path: Pat
     done = run(tmp_path, "workload.grammar=verse")
     assert done.returncode == 2
     assert "dp-idle-burst: workload: there is no grammar 'verse'; allowed: digits, list" in done.stderr
+
+
+def test_a_model_that_this_machine_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    four_gib = {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 2**20}
+    monkeypatch.setattr(builtin_check.os, "sysconf", four_gib.__getitem__)
+    bursts = {"kind": "bursts"}
+    said = builtin_check.problem({"preset": "lite"}, bursts, ())
+    assert said is not None and "58.5 GiB" in said and "4.0 GiB free" in said
+    assert builtin_check.problem({"preset": "tiny"}, bursts, ()) is None
 
 
 def test_requests_that_the_model_cannot_hold_are_named(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ HEALTHY = Facts(
     leaks=(),
     retractions=12,
     retractions_required=10,
+    aborted=(),
     tokens={"r0": [1, 2], "r1": [3]},
     reference={"r0": [1, 2], "r1": [3]},
 )
@@ -114,6 +115,8 @@ def test_tokens(changes: dict[str, Any], said: Verdict, reason: str) -> None:
         ({"retractions": 9, "finished": False}, "skipped"),
         ({"retractions": 12, "finished": False}, "pass"),
         ({"retractions": 0, "retractions_required": 0}, "pass"),
+        ({"aborted": ["r7 (aborted: it needs 900 tokens)"]}, "unknown"),
+        ({"aborted": ["r7 (aborted: it needs 900 tokens)"], "finished": False}, "pass"),
     ],
 )
 def test_pressure(changes: dict[str, Any], said: Verdict) -> None:

@@ -194,6 +194,8 @@ def test_mistakes_in_one_key(settings: list[str], message: str) -> None:
             "needs eager steps, and graph is on",
         ),
         ({"sim": {"defects": [{"name": "D1"}]}}, "no arm has graph on"),
+        ({"arms": {"defect": ["none", "D1"]}}, "arms.defect=D1: can do nothing"),
+        ({"toggles": {"defect": "D1"}}, "toggles.defect=D1: can do nothing"),
         ({"sim": {"defects": [{"name": "D2", "ranks": [2]}]}}, "names ranks [2], and target.ranks is 2"),
         ({"sim": {"defect_ranks": [1]}}, "applies to no arm"),
         (
@@ -225,6 +227,12 @@ def test_combinations_that_cannot_work(tables: Mapping[str, Any], message: str) 
     assert message in told
     assert told.startswith("small.toml: ")
     assert "; " in told  # what to do
+
+
+def test_a_model_directory_is_kept_as_a_whole_path() -> None:
+    """A rerun may start elsewhere."""
+    scenario = validate({**SMALL, "model": {"directory": "models/mine"}}, "small.toml")
+    assert scenario.model.directory == str(Path("models/mine").absolute())
 
 
 def test_every_problem_is_told_at_once() -> None:

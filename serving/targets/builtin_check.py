@@ -5,14 +5,19 @@ Not here: keys and values of a scenario file, which the harness has checked befo
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from serving.model_config import ModelConfig, ModelError, load_config, preset
 from serving.sampling import GrammarError, grammar_text, vocabulary
-from serving.weights import load_weights
+from serving.weights import load_weights, tensor_shapes
 from serving.workload import generate, longest_context, workload
+
+_FLOAT32_BYTES = 4
+_GIB = 2**30
 
 
 def problem(model: Mapping[str, Any], requests: Mapping[str, Any], seeds: Sequence[int]) -> str | None:
@@ -21,6 +26,13 @@ def problem(model: Mapping[str, Any], requests: Mapping[str, Any], seeds: Sequen
         config = _config(model)
     except ModelError as error:
         return f"model: {error}"
+    needed = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * _FLOAT32_BYTES
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if needed > there:
+        return (
+            f"model: its weights take {needed / _GIB:.1f} GiB in float32, this machine has "
+            f"{there / _GIB:.1f} GiB free; use a smaller model (model.preset = tiny)"
+        )
     kind = workload(requests)
     if kind.grammar_share > 0:
         try:
