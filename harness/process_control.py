@@ -38,6 +38,9 @@ class ProcessStat:
     parent: int
     session: int
     start_time_ticks: int
+    rss_pages: int
+    exit_code: int
+    """As ``waitpid`` gives it, of a zombie; 0 also where the kernel does not tell."""
 
     @property
     def id(self) -> ProcessId:
@@ -57,7 +60,15 @@ def read_stat(pid: int) -> ProcessStat | None:
         return None
     # The command name, field 2, may hold blanks and brackets; everything after the last bracket is regular.
     fields = text[text.rindex(b")") + 2 :].split()
-    return ProcessStat(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
+    return ProcessStat(
+        pid=pid,
+        state=fields[0].decode(),
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        start_time_ticks=int(fields[19]),
+        rss_pages=int(fields[21]),
+        exit_code=int(fields[49]),
+    )
 
 
 def start_time_ticks(pid: int) -> int | None:

@@ -1,6 +1,6 @@
 """One process as the kernel's table shows it, recognised even when its number was given to another.
 
-Linux's ``/proc`` only. Signals go through a descriptor of the process, never to a bare number.
+What a process looks like as evidence; reading ``/proc`` and signalling are ``process_control.py``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from harness.process_control import ProcessId, identify, read_stat, send
 
 _STATES = {"R": "R", "D": "D", "T": "T", "t": "T", "Z": "Z", "X": "dead", "x": "dead"}
 
@@ -48,20 +50,13 @@ def read_process(pid: int, start_time_ticks: int, rank: int | None = None) -> Pr
     """The process that had ``pid`` and started at ``start_time_ticks`` (0: whatever has that number now)."""
     if pid <= 0:
         return ProcessEntry(rank, pid, "missing", start_time_ticks, 0, None)
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+    stat = read_stat(pid)
+    if stat is None or start_time_ticks not in (0, stat.start_time_ticks):
         return ProcessEntry(rank, pid, "dead", start_time_ticks, 0, None)
-    # proc(5): field 2, the command in brackets, may hold anything; fields[0] is field 3.
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    started = int(fields[19])
-    if start_time_ticks not in (0, started):
-        return ProcessEntry(rank, pid, "dead", start_time_ticks, 0, None)
-    state = _STATES.get(fields[0].decode(), "S")
-    rss_bytes = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
-    return ProcessEntry(
-        rank, pid, state, started, rss_bytes, _exit(int(fields[49])) if state == "Z" else None
-    )
+    state = _STATES.get(stat.state, "S")
+    rss_bytes = stat.rss_pages * os.sysconf("SC_PAGE_SIZE")
+    exit_words = _exit(stat.exit_code) if state == "Z" else None
+    return ProcessEntry(rank, pid, state, stat.start_time_ticks, rss_bytes, exit_words)
 
 
 def _exit(code: int) -> str | None:
@@ -85,17 +80,9 @@ def handles_signal(pid: int, number: signal.Signals) -> bool:
 
 def send_signal(pid: int, start_time_ticks: int, number: signal.Signals) -> str | None:
     """Sends a signal to exactly that process. Returns None, or why it was not sent."""
+    process = ProcessId(pid, start_time_ticks) if start_time_ticks else identify(pid)
     try:
-        descriptor = os.pidfd_open(pid)
-    except OSError as error:
-        return f"cannot reach process {pid} ({error.strerror})"
-    try:
-        # The descriptor holds the process; what it had as start time is checked after that.
-        if not read_process(pid, start_time_ticks).alive:
-            return f"process {pid} is gone"
-        signal.pidfd_send_signal(descriptor, number)
+        sent = process is not None and send(process, number)
     except OSError as error:
         return f"cannot send {number.name} to process {pid} ({error.strerror})"
-    finally:
-        os.close(descriptor)
-    return None
+    return None if sent else f"process {pid} is gone"
