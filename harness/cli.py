@@ -17,7 +17,6 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
 
@@ -35,7 +34,7 @@ from harness.scenario import (
     scenario_files,
 )
 from harness.store import RunStore, StoreError
-from harness.target import GROUP
+from harness.target import installed_targets
 from harness.toggles import DEVICES, VALUES
 
 USAGE_ERROR = 2
@@ -162,7 +161,7 @@ def load_scenarios(names: Sequence[str], settings: Sequence[str], device: str) -
 
 def check_targets(scenarios: Sequence[Scenario]) -> None:
     """Refuses a target that is not installed, before anything starts."""
-    installed = sorted(entry.name for entry in entry_points(group=GROUP))
+    installed = installed_targets()
     for scenario in scenarios:
         if scenario.target.name not in installed:
             fail_usage(

@@ -89,6 +89,8 @@ class Ended:
     notes: tuple[str, ...] = ()
 
 
+NEVER_BEGAN = Ended(duration_s=0.0, progress=Progress(), finished=False, captured=False)
+
 State: TypeAlias = Planned | Running | Failing | Capturing | Ended
 
 
@@ -102,9 +104,6 @@ class Limits:
 
 class TrialRun:
     """Drives one trial on ranks that are up."""
-
-    NOTHING = Progress()
-    """Of a trial that never began."""
 
     def __init__(
         self, spec: TrialSpec, target: Target, watch: Watch, limits: Limits, ranks: Sequence[RankProcess]

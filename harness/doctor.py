@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +25,7 @@ import psutil
 
 from harness.capture import find_py_spy
 from harness.machine import package_version, read_first_line
+from harness.target import installed_targets
 from harness.toggles import DEVICES, SYMM_MEM_TORCH, torch_release
 
 Status = Literal["ok", "warn", "fail", "missing"]
@@ -105,7 +105,7 @@ def check_python() -> Check:
 
 def check_installed() -> Check:
     """Targets are found by entry point, which only an installed package has."""
-    names = sorted(entry.name for entry in entry_points(group="hangrig.targets"))
+    names = installed_targets()
     if "builtin" not in names:
         mend = "install the project into this environment: make setup, or pip install -e ."
         return Check("targets", "fail", "the builtin target is not installed", mend)

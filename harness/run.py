@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.arms import ArmPlan, TrialPlan, expand, plan_arms
+from harness.arms import ArmPlan, expand, plan_arms
 from harness.checkers import HANGS
 from harness.cluster import ClusterError, check_address
 from harness.judge import HISTORY, judge
@@ -25,9 +25,8 @@ from harness.scenario_model import Scenario
 from harness.session import Job, Session, context, reference_path
 from harness.store import RunStore, StoreError, read_run, write_json
 from harness.target import TargetError, find_target
-from harness.toggles import Facts, gather_facts
+from harness.toggles import gather_facts
 from reports import write_all
-from reports.model import Result
 from reports.terminal import show
 
 
@@ -49,9 +48,8 @@ def rerun(path: Path, trial: str | None, overrides: Mapping[str, Any]) -> RunOut
     request = RunRequest(
         scenarios=(scenario,), device=document["device"], seed=planned["seed"], trials=1, **overrides
     )
-    facts = gather_facts(request.device, scenario.target.ranks)
-    arms, plans = _plans(scenario, request, facts)
-    chosen = [plan for plan in plans if dict(plan.arm) == planned["arm"]]
+    job, arms = _job(scenario, request)
+    chosen = [plan for plan in job.trials if dict(plan.arm) == planned["arm"]]
     if not chosen:
         raise BadRequest(f"{planned['id']}: on this machine its arm is the same as another one")
     for line in _differences(document):
@@ -64,14 +62,14 @@ def report(path: Path) -> RunOutcome:
     """Writes the reports of a stored run again. Trials that nobody judged (the driver was killed) are."""
     store = RunStore.open(path)
     _judge_stored(store, only_unjudged=True)
-    return _outcome(store.path, write_all(store.path, allow_skip=bool(store.document.get("allow_skip"))))
+    return _report(store.path)
 
 
 def recheck(path: Path) -> RunOutcome:
     """Judges every trial of a stored run with the checkers and the diagnosis of now, and reports."""
     store = RunStore.open(path)
     _judge_stored(store, only_unjudged=False)
-    return _outcome(store.path, write_all(store.path, allow_skip=bool(store.document.get("allow_skip"))))
+    return _report(store.path)
 
 
 # A run -----------------------------------------------------------------------------------------------------
@@ -81,15 +79,9 @@ _Job = tuple[Job, Sequence[ArmPlan]]
 
 def _job(scenario: Scenario, request: RunRequest) -> _Job:
     facts = gather_facts(request.device, scenario.target.ranks)
-    arms, trials = _plans(scenario, request, facts)
-    return Job(scenario, trials), arms
-
-
-def _plans(
-    scenario: Scenario, request: RunRequest, facts: Facts
-) -> tuple[Sequence[ArmPlan], Sequence[TrialPlan]]:
     arms = plan_arms(scenario, request.device, facts)
-    return arms, expand(scenario, request.device, request.trials, request.seed, facts)
+    trials = expand(scenario, request.device, request.trials, request.seed, facts)
+    return Job(scenario, trials), arms
 
 
 def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
@@ -137,8 +129,7 @@ def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
         error = f"{type(failure).__name__}: {failure}"
         traceback.print_exc(file=sys.stderr)
     store.finish(**({} if error is None else {"error": error}))
-    result = write_all(store.path, allow_skip=request.allow_skip)
-    return _outcome(store.path, result)
+    return _report(store.path)
 
 
 def _validate(job: Job) -> None:
@@ -176,7 +167,9 @@ def _skip(store: RunStore, jobs: Sequence[_Job], why: str, simulation: bool) -> 
             judge(trial, known, reference_path(store.path, plan.scenario, plan.seed))
 
 
-def _outcome(path: Path, result: Result) -> RunOutcome:
+def _report(path: Path) -> RunOutcome:
+    """Writes all reports of a run; run.json says what they need to know of the request."""
+    result = write_all(path)
     return RunOutcome(result.exit, path, result.to_json(), partial(show, result))
 
 

@@ -26,7 +26,7 @@ from harness.agent_links import AgentOptions
 from harness.agents import Agents
 from harness.arms import TrialPlan
 from harness.cluster import Cluster, ClusterError, ClusterOptions, ExistingCluster, LocalCluster
-from harness.controller import Ended, Limits, Planned, State, TrialRun, history, latencies
+from harness.controller import NEVER_BEGAN, Ended, Limits, Planned, State, TrialRun, history, latencies
 from harness.judge import HISTORY, TrialContext, journal_tokens, judge
 from harness.live import LiveView
 from harness.process_control import ProcessId
@@ -178,10 +178,10 @@ class Session:
                 facts = history(ended, processes)
                 self._store_results(store, ended)
             else:  # nobody waits for more ranks who interrupts a reference
-                ended, facts = Ended(0.0, TrialRun.NOTHING, finished=False, captured=False), {}
+                ended, facts = NEVER_BEGAN, {}
                 view.never_began(_title(plan))
         except (ClusterError, TargetError) as error:
-            ended = Ended(0.0, TrialRun.NOTHING, finished=False, captured=False)
+            ended = NEVER_BEGAN
             facts = {"unknown": f"the ranks could not be started: {error}"}
             view.never_began(_title(plan))
         if self._dirty is not None:

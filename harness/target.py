@@ -133,12 +133,17 @@ class Target(Protocol):
         """Asks the engine to end. What does not end is ended by the pool."""
 
 
+def installed_targets() -> tuple[str, ...]:
+    """The names that `find_target` knows, sorted. Only an installed package has entry points."""
+    return tuple(sorted(entry.name for entry in entry_points(group=GROUP)))
+
+
 def find_target(name: str) -> Target:
     """A new target of that name. Raises TargetError naming those that exist."""
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in found:
         raise TargetError(
-            f"target {name!r} is not installed; installed: {', '.join(sorted(found)) or 'none'} "
+            f"target {name!r} is not installed; installed: {', '.join(installed_targets()) or 'none'} "
             f"(entry-point group {GROUP})"
         )
     target: Target = found[name].load()()

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -75,7 +74,7 @@ def call(*arguments: str) -> Any:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Run:
     stand_in = Run()
     monkeypatch.setattr(harness, "run", stand_in, raising=False)
-    monkeypatch.setattr(cli, "entry_points", lambda group: [SimpleNamespace(name="builtin")])
+    monkeypatch.setattr(cli, "installed_targets", lambda: ("builtin",))
     return stand_in
 
 
