@@ -7,7 +7,7 @@ SCENARIOS := dp-retract dp-pinned-hang dp-pinned-latency dp-pinned-corruption dp
 SEED ?= 1
 ARGS ?=
 
-.PHONY: setup stress-sim test hang lint bench compare clean
+.PHONY: setup stress-sim test test-engines hang lint bench compare clean
 
 setup: $(READY)
 
@@ -22,6 +22,9 @@ stress-sim: setup  ## the main job: the scenario set on the simulated device, ab
 
 test: setup  ## all tests, lint included
 	$(BIN)/python -m pytest $(ARGS)
+
+test-engines: setup  ## real SGLang and vLLM servers on this CPU, broken on purpose; builds their environments once
+	HANGRIG_ENGINE_RUNS=runs/engines $(BIN)/python -m pytest -m engines tests/engines $(ARGS)
 
 hang: setup  ## the hang tests only
 	$(BIN)/python -m pytest -m hang $(ARGS)

@@ -90,6 +90,7 @@ def trial_spec(arm: Arm, decode_steps: int, folder: Path) -> TrialSpec:
         model=MODEL.model_dump(),
         engine=engine.model_dump(),
         workload=requests.model_dump(),
+        client={},
         sim=Sim().model_dump(),
         jitter=Jitter().model_dump(),
         ledger_paths={rank: str(folder / f"{arm.name}-{rank}.ledger") for rank in ranks},

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationEr
 
 from harness.guarded import GuardedCluster
 from harness.process_control import ProcessId
+from harness.seats import Seat
 from harness.watchdog import WatchdogSettings
 
 CONFIG = "config.json"
@@ -64,15 +65,17 @@ class AgentConfig(_Document):
 
 
 class WatchedRank(BaseModel):
-    """One rank of this node in one trial. Files that a rank does not have are None."""
+    """One process of this node in one trial; ``rank`` is its seat. Files that it does not have are None."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    rank: int
+    rank: Seat
     process: ProcessId
-    ledger: Path
+    ledger: Path | None
     faulthandler: Path | None = None
     log: Path | None = None
+    decisions: Path | None = None
+    """Where they are not in the trial's own directory."""
 
 
 class AgentTrial(BaseModel):
@@ -85,6 +88,7 @@ class AgentTrial(BaseModel):
     world: int
     """Ranks of the trial on all nodes together."""
     ranks: tuple[WatchedRank, ...]
+    """And the engine's other processes."""
     evidence: Path
     started_ns: int | None = None
     """Start of the trial; None: when the agent first hears of it (a remote node's clock is another one)."""
@@ -126,14 +130,14 @@ class Status(_Document):
     trial: str | None = None
     attempt: int = 0
     reason: str | None = None
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[Seat, ...] = ()
     proof: tuple[str, ...] = ()
     times: Times = Times()
     samples: int = 0
     """Samples whose evidence is on disk."""
     evidence: Path | None = None
     """Set once a capture is complete and synced; None when captured and the disk refused (see ``error``)."""
-    slow: tuple[int, ...] = ()
+    slow: tuple[Seat, ...] = ()
     """Ranks that were suspected in this trial and went on."""
     notes: tuple[str, ...] = ()
     error: str | None = None

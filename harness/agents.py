@@ -19,7 +19,8 @@ from harness.agent_files import AgentTrial, Command, Status, WatchedRank
 from harness.agent_links import AgentOptions, CourierLink, Link, LocalLink
 from harness.cluster import Cluster, nodes
 from harness.process_control import ProcessId
-from harness.target import RankProcess
+from harness.seats import Seat
+from harness.target import OtherProcess, RankProcess
 
 _BEAT_S = 2.0
 
@@ -104,14 +105,14 @@ class Agents:
 
     # A trial ---------------------------------------------------------------------------------------------
 
-    def own(self, ranks: Sequence[RankProcess]) -> None:
-        """The ranks that live now, to be ended when the driver is gone. Call it after every start or
+    def own(self, ranks: Sequence[RankProcess | OtherProcess]) -> None:
+        """The processes that live now, to be ended when the driver is gone. Call it after every start or
         replace."""
         for station in self._stations.values():
             here = tuple(ProcessId(r.pid, r.start_time_ticks) for r in ranks if r.node == station.node)
             self._tell(station, owned=here)
 
-    def begin_trial(self, trial: AgentTrial, placement: Mapping[int, str] | None = None) -> None:
+    def begin_trial(self, trial: AgentTrial, placement: Mapping[Seat, str] | None = None) -> None:
         """From now on the agents watch. ``trial`` holds all ranks, ``placement`` the node of each.
 
         Ranks without a placement are on this node. On other nodes ``started_ns`` is when the agent hears of
@@ -212,15 +213,30 @@ class Agents:
         return AgentStatus(view.node, view.status, problem, station.fetched)
 
 
-def watched(process: RankProcess, ledger: Path) -> WatchedRank:
-    """A rank of a target as agents watch it."""
+def watched(process: RankProcess, ledger: Path | None) -> WatchedRank:
+    """A rank of a target as agents watch it. ``ledger``: where it writes for this trial, unless it says itself."""
     return WatchedRank(
         rank=process.rank,
         process=ProcessId(process.pid, process.start_time_ticks),
-        ledger=ledger,
-        faulthandler=None if process.faulthandler_path is None else Path(process.faulthandler_path),
-        log=None if process.log_path is None else Path(process.log_path),
+        ledger=_path(process.ledger_path) or ledger,
+        faulthandler=_path(process.faulthandler_path),
+        log=_path(process.log_path),
+        decisions=_path(process.decisions_path),
     )
+
+
+def watched_other(process: OtherProcess) -> WatchedRank:
+    return WatchedRank(
+        rank=process.name,
+        process=ProcessId(process.pid, process.start_time_ticks),
+        ledger=_path(process.ledger_path),
+        faulthandler=_path(process.faulthandler_path),
+        log=_path(process.log_path),
+    )
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def _captured(view: AgentStatus) -> bool:

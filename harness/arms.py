@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from harness.scenario_model import Expect, Scenario
-from harness.toggles import Facts, Resolution, gather_facts, resolve
+from harness.toggles import DEFAULT, Facts, Resolution, gather_facts, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,12 @@ class TrialPlan:
 
     @property
     def toggles(self) -> dict[str, str]:
-        """What the engine gets: the resolved value of every toggle."""
-        return {name: resolution.resolved for name, resolution in self.resolutions.items()}
+        """What the engine gets: resolved values, without the toggles that are left to it."""
+        return {
+            name: resolution.resolved
+            for name, resolution in self.resolutions.items()
+            if resolution.resolved != DEFAULT
+        }
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -124,7 +128,7 @@ def expectation(scenario: Scenario, device: str, arm: Mapping[str, str]) -> Expe
 
 def plan_arms(scenario: Scenario, device: str, facts: Facts | None = None) -> tuple[ArmPlan, ...]:
     """Every arm, in file order. ``facts`` are looked up on this machine where they are not given."""
-    facts = facts or gather_facts(device, scenario.target.ranks)
+    facts = facts or gather_facts(device, scenario.target.ranks, scenario.target.name)
     if facts.device != device:
         raise ValueError(f"facts are of {facts.device!r}, not of {device!r}")
     seen: dict[tuple[str, ...], str] = {}
@@ -139,7 +143,7 @@ def plan_arms(scenario: Scenario, device: str, facts: Facts | None = None) -> tu
                 arm_string=text,
                 resolutions=resolutions,
                 expectation=expectation(scenario, device, arm),
-                defects=_defects(scenario, device, resolutions["defect"].resolved),
+                defects=_defects(scenario, device, resolutions),
                 same_as=seen.get(outcome),
             )
         )
@@ -147,9 +151,12 @@ def plan_arms(scenario: Scenario, device: str, facts: Facts | None = None) -> tu
     return tuple(plans)
 
 
-def _defects(scenario: Scenario, device: str, toggled: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    if device != "sim":
+def _defects(
+    scenario: Scenario, device: str, resolutions: Mapping[str, Resolution]
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    if device != "sim" or "defect" not in resolutions:
         return ()
+    toggled = resolutions["defect"].resolved
     everywhere = tuple(range(scenario.target.ranks))
     chosen: list[tuple[str, tuple[int, ...]]] = [
         (d.name, d.ranks or everywhere) for d in scenario.sim.defects

@@ -1,4 +1,4 @@
-"""Takes the evidence of one sample: ledgers, stacks, process table and log tails of all ranks of a node.
+"""Takes the evidence of one sample: ledgers, stacks, process table and log tails of a node's processes.
 
 Runs in the agent, outside the ranks, under one deadline that all ranks share. Whatever cannot be had is
 recorded with the reason; nothing here raises for a sick rank, a missing tool or a full disk. A rank is left
@@ -7,7 +7,9 @@ what it means the diagnosis's, and ``manifest.json`` the caller's. Layout below 
 files synced):
 
     sample-<i>/ledger/rank<r>.json  sample-<i>/stacks/rank<r>.json  sample-<i>/stacks/rank<r>.native.json
-    sample-<i>/processes.json  logs/rank<r>.txt
+    sample-<i>/processes.json  logs/rank<r>.txt  decisions/rank<r>.jsonl
+
+A process of the engine that is no rank has its name in the place of ``rank<r>``.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from harness.ledger_layout import LedgerError
 from harness.ledger_reader import LedgerReader
 from harness.ledger_snapshot import Snapshot
 from harness.processes import ProcessEntry, read_process, send_signal
+from harness.seats import Seat, in_order, seat_stem, seat_words
 from harness.stacks import ProcessStacks
 from harness.stacks_parse import StackParseError, parse_pyspy_json
 from harness.store import StoreError, write_bytes, write_json
@@ -49,6 +52,7 @@ PROCESSES_SCHEMA = 1
 PY_SPY = "HANGRIG_PY_SPY"
 """Environment variable with the path of a py-spy, as one with a capability that only it has."""
 LOG_TAIL_BYTES = 64 << 10
+DECISIONS_TAIL_BYTES = 8 << 20
 
 # Shares of the deadline. Plain stacks come first and take 33 ms a process when all is well; what a hung
 # dumper may burn must leave time for faulthandler, and native stacks (0.7 s) get the rest.
@@ -61,14 +65,16 @@ _SETTLE_POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class CaptureRank:
-    """One process to look at. ``start_time_ticks`` tells it from another that got its number."""
+    """One process to look at; ``rank`` is its seat. ``start_time_ticks`` tells it from another of its number."""
 
-    rank: int
+    rank: Seat
     pid: int
     start_time_ticks: int
     ledger_path: Path | None = None
     faulthandler_path: Path | None = None
     log_path: Path | None = None
+    decisions_path: Path | None = None
+    """Set where the decisions are not in the trial's own directory: then their end is copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +105,15 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """What was taken, by rank; it is on disk too. ``taken_ns`` is CLOCK_MONOTONIC at the start."""
+    """What was taken, by seat; it is on disk too. ``taken_ns`` is CLOCK_MONOTONIC at the start."""
 
     sample: int
     taken_ns: int
     duration_s: float
     processes: tuple[ProcessEntry, ...]
-    snapshots: dict[int, Snapshot]
-    stacks: dict[int, ProcessStacks]
-    native: dict[int, ProcessStacks]
+    snapshots: dict[Seat, Snapshot]
+    stacks: dict[Seat, ProcessStacks]
+    native: dict[Seat, ProcessStacks]
     missing: tuple[Missing, ...]
 
 
@@ -130,10 +136,10 @@ def capture(request: CaptureRequest) -> CaptureReport:
 class _Capture:
     request: CaptureRequest
     started_s: float = field(default_factory=time.monotonic)
-    entries: dict[int, ProcessEntry] = field(default_factory=dict)
-    snapshots: dict[int, Snapshot] = field(default_factory=dict)
-    stacks: dict[int, ProcessStacks] = field(default_factory=dict)
-    native: dict[int, ProcessStacks] = field(default_factory=dict)
+    entries: dict[Seat, ProcessEntry] = field(default_factory=dict)
+    snapshots: dict[Seat, Snapshot] = field(default_factory=dict)
+    stacks: dict[Seat, ProcessStacks] = field(default_factory=dict)
+    native: dict[Seat, ProcessStacks] = field(default_factory=dict)
     missing: list[Missing] = field(default_factory=list)
 
     def run(self) -> CaptureReport:
@@ -154,7 +160,8 @@ class _Capture:
         if request.native:
             self._native(py_spy)
         for rank in request.ranks:
-            self._log_tail(rank)
+            self._tail(rank.log_path, f"logs/{seat_stem(rank.rank)}.txt", LOG_TAIL_BYTES)
+            self._tail(rank.decisions_path, f"decisions/{seat_stem(rank.rank)}.jsonl", DECISIONS_TAIL_BYTES)
         return CaptureReport(
             sample=request.sample,
             taken_ns=taken_ns,
@@ -184,29 +191,29 @@ class _Capture:
             finally:
                 reader.close()
         except LedgerError as error:
-            self._lack(f"ledger of rank {rank.rank}", str(error))
+            self._lack(f"ledger of {seat_words(rank.rank)}", str(error))
             return
         self.snapshots[rank.rank] = snapshot
-        self._write_json(f"ledger/rank{rank.rank}.json", snapshot.to_json())
+        self._write_json(f"ledger/{seat_stem(rank.rank)}.json", snapshot.to_json())
 
-    def _log_tail(self, rank: CaptureRank) -> None:
-        if rank.log_path is None:
+    def _tail(self, path: Path | None, name: str, limit_bytes: int) -> None:
+        if path is None:
             return
         try:
-            tail = read_tail(rank.log_path, LOG_TAIL_BYTES)
+            tail = read_tail(path, limit_bytes)
         except OSError as error:
-            self._lack(f"log of rank {rank.rank}", f"{rank.log_path}: {error.strerror}")
+            self._lack(name, f"{path}: {error.strerror}")
             return
-        self._write(self.request.out / "logs" / f"rank{rank.rank}.txt", tail)
+        self._write(self.request.out / name, tail)
 
     # --- stacks
 
-    def _plain(self, py_spy: Path | None) -> dict[int, str]:
+    def _plain(self, py_spy: Path | None) -> dict[Seat, str]:
         """Plain dumps of all living ranks at once. Returns why it failed, by rank."""
-        failed: dict[int, str] = {}
+        failed: dict[Seat, str] = {}
         for number, entry in self.entries.items():
             if not entry.alive:
-                self._lack(f"stacks of rank {number}", _gone(entry))
+                self._lack(f"stacks of {seat_words(number)}", _gone(entry))
             elif py_spy is None:
                 failed[number] = "py-spy is not installed here; install it with: pip install py-spy"
         if py_spy is None:
@@ -222,11 +229,11 @@ class _Capture:
     def _take(
         self,
         py_spy: Path,
-        entries: Mapping[int, ProcessEntry],
-        failed: dict[int, str],
+        entries: Mapping[Seat, ProcessEntry],
+        failed: dict[Seat, str],
         deadline_s: float,
     ) -> None:
-        commands = {}
+        commands: dict[Seat, list[str]] = {}
         for number, entry in entries.items():
             commands[number] = [str(py_spy), "dump", "--pid", str(entry.pid), "--json"]
             if self._cannot_be_suspended(number):
@@ -238,15 +245,15 @@ class _Capture:
             else:
                 failed[number] = f"py-spy: {problem}"
 
-    def _cannot_be_suspended(self, number: int) -> bool:
+    def _cannot_be_suspended(self, number: Seat) -> bool:
         """Stopped, or in an uninterruptible wait of some length: a blocking dump fails or hangs."""
         now = self._look(number).state
         return now == "T" or (now == "D" and self.entries[number].state == "D")
 
     def _native(self, py_spy: Path | None) -> None:
-        commands: dict[int, list[str]] = {}
+        commands: dict[Seat, list[str]] = {}
         for number, entry in self.entries.items():
-            what = f"native stacks of rank {number}"
+            what = f"native stacks of {seat_words(number)}"
             plain = self.stacks.get(number)
             now = self._look(number)
             if not entry.alive or not now.alive:
@@ -262,9 +269,9 @@ class _Capture:
         for number, result in self._run(commands, self._deadline_s(1.0)).items():
             problem = self._parse(number, result, native=True)
             if problem is not None:
-                self._lack(f"native stacks of rank {number}", f"py-spy: {problem}")
+                self._lack(f"native stacks of {seat_words(number)}", f"py-spy: {problem}")
 
-    def _run(self, commands: Mapping[int, list[str]], deadline_s: float) -> dict[int, ToolResult]:
+    def _run(self, commands: Mapping[Seat, list[str]], deadline_s: float) -> dict[Seat, ToolResult]:
         """Runs py-spy on several ranks; continues those that a killed py-spy left stopped."""
         before = {number: self._look(number) for number in commands}
         results = run_tools(commands, deadline_s=deadline_s)
@@ -276,17 +283,17 @@ class _Capture:
         self._continue(number for number in ended_badly if before[number].state != "T")
         return results
 
-    def _continue(self, numbers: Iterable[int]) -> None:
+    def _continue(self, numbers: Iterable[Seat]) -> None:
         """Continues the ranks of which each ran before its tracer was killed, as soon as they stop."""
         waiting = set(numbers)
         settled_s = time.monotonic() + _SETTLE_S
         while waiting:
-            for number in sorted(waiting):
+            for number in in_order(waiting):
                 entry = self._look(number)
                 if entry.state == "T":
                     problem = send_signal(entry.pid, entry.start_time_ticks, signal.SIGCONT)
                     if problem is not None:
-                        self._lack(f"rank {number} running again after a killed py-spy", problem)
+                        self._lack(f"{seat_words(number)} running again after a killed py-spy", problem)
                     waiting.discard(number)
                 elif not entry.alive:
                     waiting.discard(number)
@@ -294,7 +301,7 @@ class _Capture:
                 return
             time.sleep(_SETTLE_POLL_S)
 
-    def _parse(self, number: int, result: ToolResult, *, native: bool) -> str | None:
+    def _parse(self, number: Seat, result: ToolResult, *, native: bool) -> str | None:
         """Keeps the stacks of a dump, or says why there are none."""
         if result.problem is not None:
             return result.problem
@@ -308,28 +315,28 @@ class _Capture:
         self._keep(number, stacks)
         return None
 
-    def _fallback(self, failed: Mapping[int, str]) -> None:
+    def _fallback(self, failed: Mapping[Seat, str]) -> None:
         """Asks the ranks themselves where py-spy could not say; ``failed`` says why it could not."""
         requests = []
         for rank in self.request.ranks:
             if rank.rank in failed:
-                self._lack(f"py-spy stacks of rank {rank.rank}", failed[rank.rank])
+                self._lack(f"py-spy stacks of {seat_words(rank.rank)}", failed[rank.rank])
                 requests.append(
                     DumpRequest(rank.rank, rank.pid, rank.start_time_ticks, rank.faulthandler_path)
                 )
         answers = ask_for_dumps(tuple(requests), deadline_s=self._deadline_s(_FALLBACK_SHARE))
         for number, answer in answers.items():
             if isinstance(answer, str):
-                self._lack(f"stacks of rank {number}", f"faulthandler: {answer}")
+                self._lack(f"stacks of {seat_words(number)}", f"faulthandler: {answer}")
             else:
                 self._keep(number, answer)
 
-    def _keep(self, number: int, stacks: ProcessStacks) -> None:
+    def _keep(self, number: Seat, stacks: ProcessStacks) -> None:
         (self.native if stacks.native else self.stacks)[number] = stacks
         suffix = ".native.json" if stacks.native else ".json"
-        self._write_json(f"stacks/rank{number}{suffix}", stacks.to_json())
+        self._write_json(f"stacks/{seat_stem(number)}{suffix}", stacks.to_json())
 
-    def _look(self, number: int) -> ProcessEntry:
+    def _look(self, number: Seat) -> ProcessEntry:
         entry = self.entries[number]
         return read_process(entry.pid, entry.start_time_ticks, number)
 

@@ -23,6 +23,7 @@ from typing import Annotated, Any, NoReturn, ParamSpec
 import typer
 
 from harness.cli_text import doctor_lines, plan, plan_lines
+from harness.launch_plan import commands
 from harness.request import BadRequest, OnHang, RunOutcome, RunRequest
 from harness.scenario import (
     Scenario,
@@ -34,7 +35,7 @@ from harness.scenario import (
     scenario_files,
 )
 from harness.store import RunStore, StoreError
-from harness.target import installed_targets
+from harness.target import TargetError, installed_targets
 from harness.toggles import DEVICES, VALUES
 
 USAGE_ERROR = 2
@@ -82,7 +83,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     def guard(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except (ScenarioError, BadRequest) as error:
+        except (ScenarioError, BadRequest, TargetError) as error:
             fail_usage(str(error))
         except StoreError as error:
             say(f"hangrig: {error}")
@@ -103,8 +104,8 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 # --- options -----------------------------------------------------------------------------------------------
 
 
-def parse_device(value: str) -> str:
-    if value not in DEVICES:
+def parse_device(value: str | None) -> str | None:
+    if value is not None and value not in DEVICES:
         raise typer.BadParameter(f"{value!r} does not exist; allowed: {', '.join(DEVICES)}")
     return value
 
@@ -143,8 +144,8 @@ def run_folder(text: str) -> Path:
         fail_usage(str(error))
 
 
-def load_scenarios(names: Sequence[str], settings: Sequence[str], device: str) -> tuple[Scenario, ...]:
-    """All scenarios, or every problem of all of them at once."""
+def load_scenarios(names: Sequence[str], settings: Sequence[str], device: str | None) -> tuple[Scenario, ...]:
+    """All scenarios, or every problem of all of them at once. ``device`` None: each scenario's own."""
     problems, scenarios = [], []
     for name in names:
         try:
@@ -157,6 +158,15 @@ def load_scenarios(names: Sequence[str], settings: Sequence[str], device: str) -
     if twice:
         fail_usage(f"two scenarios are named {', '.join(twice)}; rename one, or run them one after the other")
     return tuple(scenarios)
+
+
+def device_of(scenarios: Sequence[Scenario]) -> str:
+    """Where to run when no ``--device`` says so: where all the scenarios say, sim where none does."""
+    wanted = {scenario.target.device or "sim": scenario.name for scenario in scenarios}
+    if len(wanted) > 1:
+        told = ", ".join(f"{name} on {device}" for device, name in sorted(wanted.items()))
+        fail_usage(f"the scenarios run on different devices ({told}); give --device, or run them one by one")
+    return next(iter(wanted))
 
 
 def check_targets(scenarios: Sequence[Scenario]) -> None:
@@ -173,6 +183,12 @@ def check_targets(scenarios: Sequence[Scenario]) -> None:
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 DeviceOption = Annotated[
     str, typer.Option("--device", callback=parse_device, help=f"Where: {', '.join(DEVICES)}.")
+]
+RunDeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device", callback=parse_device, help=f"Where: {', '.join(DEVICES)}; the scenario's own, else sim."
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -221,7 +237,11 @@ def print_plan(request: RunRequest) -> None:
     plans = [plan(scenario, request) for scenario in request.scenarios]
     if request.json:
         rows = [
-            {**record(p.scenario, p.arms, request.device), "trials": [trial.to_json() for trial in p.trials]}
+            {
+                **record(p.scenario, p.arms, request.device),
+                "trials": [trial.to_json() for trial in p.trials],
+                "commands": commands(p.scenario, request.device, p.arms),
+            }
             for p in plans
         ]
         print_json({"dry_run": True, "device": request.device, "seed": request.seed, "scenarios": rows})
@@ -236,7 +256,7 @@ def print_plan(request: RunRequest) -> None:
 @guarded
 def run_command(
     scenarios: Annotated[list[str], typer.Argument(metavar="SCENARIO...", help="Names or .toml files.")],
-    device: DeviceOption = "sim",
+    device: RunDeviceOption = None,
     settings: Settings = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Per arm; the scenario's count else.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first trial; trial i has seed + i.")] = 0,
@@ -250,9 +270,10 @@ def run_command(
 ) -> None:
     """Runs scenarios: N trials per arm, watched, diagnosed and reported."""
     action, hold_s = parse_on_hang(on_hang)
+    loaded = load_scenarios(scenarios, settings or (), device)
     request = RunRequest(
-        scenarios=load_scenarios(scenarios, settings or (), device),
-        device=device,
+        scenarios=loaded,
+        device=device or device_of(loaded),
         seed=seed,
         trials=trials,
         out=out,
@@ -265,10 +286,10 @@ def run_command(
         time_budget_s=None if time_budget is None else parse_duration_s(time_budget),
         argv=tuple(sys.argv[1:]),
     )
+    check_targets(request.scenarios)
     if dry_run:
         print_plan(request)
         return
-    check_targets(request.scenarios)
     from harness import run
 
     finish(run.run(request), as_json)
@@ -343,6 +364,32 @@ def recheck_command(run_path: RunArgument, as_json: Json = False) -> None:
     from harness import run
 
     finish(run.recheck(path), as_json)
+
+
+@app.command("watch", epilog="Example: hangrig watch 4711 --timeout 10m")
+@guarded
+def watch_command(
+    pids: Annotated[
+        list[int], typer.Argument(metavar="PID...", min=1, help="Of the server; its tree is found.")
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Two samples now, and what they show.")] = False,
+    timeout: Annotated[str | None, typer.Option(metavar="10m", help="Waits so long for a stall.")] = None,
+    metrics: Annotated[str | None, typer.Option(metavar="URL", help="Where it serves /metrics.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the evidence is stored.")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """The watchdog on a server that hangrig did not start. 0 healthy, 1 not healthy, 3 cannot tell."""
+    if once and timeout is not None:
+        raise typer.BadParameter("give either --once or --timeout")
+    from harness.watch_command import WatchError, request_of, run_watch
+
+    timeout_s = None if timeout is None else parse_duration_s(timeout)
+    request = request_of(tuple(pids), once=once, timeout_s=timeout_s, out=out, metrics=metrics)
+    try:
+        document, text, status = run_watch(request, say)
+    except WatchError as error:
+        fail_usage(str(error))
+    leave(document, text, status, as_json)
 
 
 @app.command("compare", epilog="Example: hangrig compare runs/latest --by pinned")

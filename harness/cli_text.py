@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from harness.arms import ArmPlan, TrialPlan, expand, plan_arms
 from harness.doctor import DoctorReport
+from harness.launch_plan import commands
 from harness.request import RunRequest
 from harness.scenario_model import Scenario
-from harness.toggles import gather_facts
+from harness.toggles import BUILTIN, gather_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Plan:
 
 def plan(scenario: Scenario, request: RunRequest) -> Plan:
     """What ``request`` would run of ``scenario`` on this machine."""
-    facts = gather_facts(request.device, scenario.target.ranks)
+    facts = gather_facts(request.device, scenario.target.ranks, scenario.target.name)
     arms = plan_arms(scenario, request.device, facts)
     return Plan(scenario, arms, expand(scenario, request.device, request.trials, request.seed, facts))
 
@@ -46,7 +47,7 @@ def plan_lines(plan: Plan, device: str) -> list[str]:
     run = sum(arm.same_as is None for arm in plan.arms)
     counts = f"{len(plan.arms)} arms, {len(plan.trials)} trials, {len(plan.trials) // run} per arm"
     lines = [f"{plan.scenario.name} on {device}: {counts}"]
-    if device != "sim":
+    if device != "sim" and plan.scenario.target.name == BUILTIN:
         lines.append("  [sim] is ignored on a real device")
     for arm in plan.arms:
         expected = arm.expectation.hang
@@ -57,5 +58,8 @@ def plan_lines(plan: Plan, device: str) -> list[str]:
             lines.append(f"    the same as {arm.same_as}: not run again")
         for name, choice in arm.resolutions.items():
             lines.append(f"    {name}: {choice.requested} → {choice.resolved}, {choice.why}")
+    for row in commands(plan.scenario, device, plan.arms):
+        lines.append(f"  the engine in arm {row['arm']}:")
+        lines += [f"    {line}" for line in row["commands"]]
     lines += [f"  trial {trial.id}" for trial in plan.trials]
     return lines

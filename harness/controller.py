@@ -13,17 +13,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from harness.target import Progress, RankProcess, RankResult, Target, TrialSpec
+from harness.target import OtherProcess, Progress, RankProcess, RankResult, Target, TrialSpec
 
 _FAILED_GRACE_S = 2.0
 """After a rank raised, how long the agents may take to notice what it does to the others. Ranks run in step,
 so none of them can finish now; then the agents are asked to capture."""
 
 
+_SHARED_PATHS = ("step", "prefill_step")
+
+
 class Watch(Protocol):
     """What a controller needs of the agents."""
 
-    def begin(self, trial: TrialSpec, ranks: Sequence[RankProcess]) -> None: ...
+    def begin(
+        self, trial: TrialSpec, ranks: Sequence[RankProcess], others: Sequence[OtherProcess]
+    ) -> None: ...
 
     def mark_done(self, rank: int) -> None: ...
 
@@ -60,7 +65,8 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Failing:
-    """A rank raised, nobody has captured yet; the others may hang because of it."""
+    """A rank raised, or the client lost its server; nobody has captured yet, and the others may hang because of
+    it."""
 
     started_s: float
     since_s: float
@@ -119,7 +125,7 @@ class TrialRun:
     def step(self, state: State) -> State:
         """The next state; the same one when nothing happened."""
         if isinstance(state, Planned):
-            self._watch.begin(self._spec, self._ranks)
+            self._watch.begin(self._spec, self._ranks, self._target.others())
             self._target.drive(self._spec)
             return Running(time.monotonic())
         if isinstance(state, Ended):
@@ -138,12 +144,11 @@ class TrialRun:
             return self._end(state.started_s, progress, captured=False, reason=view.problem)
         if time.monotonic() - state.started_s > self._limits.trial_s:
             return self.capture(state, f"the trial took longer than {self._limits.trial_s:g} s")
-        if progress.failed and isinstance(state, Running):
+        if (progress.failed or progress.gave_up) and isinstance(state, Running):
             return Failing(state.started_s, time.monotonic(), progress)
         if isinstance(state, Failing):
             if time.monotonic() - state.since_s > _FAILED_GRACE_S:
-                ranks = ", ".join(str(rank) for rank in sorted(progress.failed))
-                return self.capture(state, f"rank {ranks} ended without a result, so no other can finish")
+                return self.capture(state, _why_no_end(progress))
             return Failing(state.started_s, state.since_s, progress)
         return Running(state.started_s, progress, view.suspect)
 
@@ -188,7 +193,16 @@ class TrialRun:
         )
 
 
-def history(ended: Ended, ranks: Sequence[RankProcess]) -> dict[str, Any]:
+def _why_no_end(progress: Progress) -> str:
+    if progress.failed:
+        ranks = ", ".join(str(rank) for rank in sorted(progress.failed))
+        return f"rank {ranks} ended without a result, so no other can finish"
+    return f"the workload cannot go on: {progress.gave_up}"
+
+
+def history(
+    ended: Ended, ranks: Sequence[RankProcess], others: Sequence[OtherProcess] = ()
+) -> dict[str, Any]:
     """What is stored of a trial before anybody judges it (``history.json``)."""
     results: Sequence[RankResult] = list(ended.progress.done.values())
     return {
@@ -200,8 +214,19 @@ def history(ended: Ended, ranks: Sequence[RankProcess]) -> dict[str, Any]:
         "done": sorted(ended.progress.done),
         "failed": {str(rank): text for rank, text in sorted(ended.progress.failed.items())},
         "died": sorted(ended.progress.died),
+        "gave_up": ended.progress.gave_up,
         "ranks": [
-            {"rank": entry.rank, "role": entry.role, "node": entry.node, "pid": entry.pid} for entry in ranks
+            {
+                "rank": entry.rank,
+                "role": entry.role,
+                "node": entry.node,
+                "pid": entry.pid,
+                "device": entry.device,
+            }
+            for entry in ranks
+        ],
+        "others": [
+            {"name": entry.name, "role": entry.role, "node": entry.node, "pid": entry.pid} for entry in others
         ],
         "steps": max((result.steps for result in results), default=0),
         "decode_steps": max((result.decode_steps for result in results), default=0),
@@ -222,10 +247,10 @@ def _added(tables: Any) -> dict[str, int]:
 
 
 def latencies(results: Mapping[int, RankResult]) -> dict[str, list[float]]:
-    """Microseconds by path: copies of all ranks; steps of rank 0, since all ranks share a step's time."""
+    """Microseconds by path, of all ranks; but steps of rank 0 alone, since all ranks share a step's time."""
     paths: dict[str, list[float]] = {}
     for rank, result in sorted(results.items()):
         for path, values in result.latency_us.items():
-            if rank == min(results) or path.endswith("_copy"):
+            if rank == min(results) or path not in _SHARED_PATHS:
                 paths.setdefault(path, []).extend(values)
     return paths

@@ -4,7 +4,8 @@ The rules are asked in the order in which they lie near to the cause, and the fi
 it:
 
 1. a process is gone or stopped, or a rank raised while others wait where it never came;
-2. everything moves: nothing hangs, unless it moves for nothing;
+2. requests stand although no rank does (``diagnosis_service.py``); or there is no ledger, only stacks;
+   everything moves: nothing hangs, unless it moves for nothing;
 3. a replayed graph lacks a record that was overtaken (``diagnosis_streams.py``);
 4. the ranks disagree on what they agreed, brought different things, or wait in a circle
    (``diagnosis_collectives.py``);
@@ -30,6 +31,7 @@ from harness.diagnosis_collectives import (
     divergence,
     mismatch,
     order,
+    peers_divergence,
     raised,
     still_waits,
     wait_facts,
@@ -53,6 +55,7 @@ from harness.diagnosis_model import (
     Times,
 )
 from harness.diagnosis_roots import root_cause
+from harness.diagnosis_service import by_stacks, held_up
 from harness.diagnosis_streams import stream_order
 from harness.livelock import is_futile, tokens_out
 
@@ -72,9 +75,12 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         _dead(case)
         or _stopped(case)
         or raised(case)
+        or by_stacks(case)
+        or held_up(case)
         or _moving(case)
         or stream_order(case)
         or divergence(case, MUST_AGREE)
+        or peers_divergence(case)
         or mismatch(case)
         or order(case)
         or _faulted(case)
@@ -83,11 +89,11 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         or _raised_alone(case)
         or _undecided(case)
     )
-    extra = tuple(fact for view in case.views.values() for fact in view.stack_facts())
+    extra = tuple(fact for view in case.everyone for fact in view.stack_facts())
     return Diagnosis(
         kind=cause.kind,
         mechanism=cause.mechanism,
-        culprits=tuple(_culprit(case.views[rank]) for rank in cause.ranks),
+        culprits=tuple(_culprit(case.view(seat)) for seat in cause.ranks),
         stream=cause.stream,
         operation=cause.operation,
         collective=cause.collective,
@@ -101,7 +107,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 
 
 def _culprit(view: View) -> Culprit:
-    return Culprit(view.rank, "rank", view.node, view.pid, view.device)
+    return Culprit(view.rank if view.rank >= 0 else None, view.role, view.node, view.pid, view.device)
 
 
 def _signature(cause: Cause) -> str:
@@ -115,38 +121,57 @@ def _signature(cause: Cause) -> str:
 
 
 def _dead(case: Case) -> Cause | None:
-    dead = [view for view in case.views.values() if view.condition == "dead" and not view.done]
+    # A rank that raised has answered; where its process ended of it, that is the same story.
+    dead = [v for v in case.everyone if v.condition == "dead" and (not v.done or v.exception is not None)]
     if not dead:
         return None
-    # Where gloo ends a process for a collective that did not match, the process is the symptom.
-    symptoms = all(view.symptom for view in dead)
     # A ledger outlives its process: what it says last is what the process did last.
-    living = {rank: replace(view, condition="alive") for rank, view in case.views.items() if view in dead}
-    before = Case(case.evidence, {**case.views, **living})
-    if symptoms:
-        behind = mismatch(before) or raised(before) or order(before)
-        if behind is not None and behind.ranks:
-            return _renamed(behind, tuple(_dead_fact(view) for view in dead))
-    first = min(
-        dead, key=lambda view: (view.first_dead, view.symptom, _last_heartbeat_ns(dead, view), view.rank)
-    )
+    before = case.with_views(replace(view, condition="alive") for view in dead)
+    # Where gloo ends a process for a collective that did not match, and an engine ends itself for a rank that
+    # raised, the process is the symptom.
+    symptoms = all(view.symptom for view in dead)
+    behind = divergence(before, MUST_AGREE) or peers_divergence(before) or mismatch(before) or raised(before)
+    if behind is None and symptoms:
+        behind = order(before)
+    if behind is not None and behind.ranks:
+        return _renamed(behind, tuple(_dead_fact(view) for view in _in_order_of_death(dead)))
+    first = next((view for view in _in_order_of_death(dead) if not view.symptom), _in_order_of_death(dead)[0])
     # A rank that died of another's doing is named only when no other can have done it.
     decided = not symptoms or before.only_left(())
     facts = [_dead_fact(first)]
     facts += first.last_words()
-    facts += [_dead_fact(view) for view in dead if view is not first]
+    facts += [_dead_fact(view) for view in _in_order_of_death(dead) if view is not first]
     found = [wait for wait in waits_of_the_living(case) if first.rank in wait.members]
     for wait in found:
         facts += wait_facts(case, wait)
+    alone = len(dead) == 1 or first.died_s is not None
     return Cause(
         kind="dead",
         mechanism="rank-dead",
-        ranks=(first.rank,) if decided else (),
+        ranks=(first.seat,) if decided else (),
         facts=tuple(facts),
-        confidence=("proven" if len(dead) == 1 and not symptoms else "supported") if decided else "suspected",
+        confidence=("proven" if alone and not symptoms else "supported") if decided else "suspected",
         stream="host",
         collective=collective(found[0]) if found else None,
+        family="" if first.rank >= 0 else first.role,
     )
+
+
+def _in_order_of_death(dead: list[View]) -> list[View]:
+    """The first one first: as it was seen, else a first-hand error before a symptom, else by the ledgers' ends."""
+    never_s = float("inf")
+
+    def order(view: View) -> tuple[object, ...]:
+        return (
+            never_s if view.died_s is None else view.died_s,
+            view.first_dead,
+            view.symptom,
+            _last_heartbeat_ns(dead, view),
+            view.rank < 0,
+            view.rank,
+        )
+
+    return sorted(dead, key=order)
 
 
 def _last_heartbeat_ns(dead: list[View], view: View) -> int:
@@ -161,7 +186,8 @@ def _dead_fact(view: View) -> Fact:
     how = f": {view.exit}" if view.exit else ""
     raised_lines = (view.exception or "").strip().splitlines()
     also = f", after {raised_lines[-1]}" if raised_lines else ""
-    return Fact(f"rank {view.rank}: its process (pid {view.pid}) is gone{how}{also}", view.condition_path)
+    when = f" since {view.died_s:.2f} s" if view.died_s is not None else ""
+    return Fact(f"{view.name}: its process (pid {view.pid}) is gone{when}{how}{also}", view.condition_path)
 
 
 def _renamed(cause: Cause, before: tuple[Fact, ...]) -> Cause:
@@ -181,14 +207,14 @@ def _renamed(cause: Cause, before: tuple[Fact, ...]) -> Cause:
 
 
 def _stopped(case: Case) -> Cause | None:
-    stopped = [view for view in case.views.values() if view.condition == "stopped" and not view.done]
+    stopped = [view for view in case.everyone if view.condition == "stopped" and not view.done]
     if not stopped:
         return None
     facts: list[Fact] = []
     for view in stopped:
         often = "in every sample" if view.stopped_twice else "in one sample"
         facts.append(
-            Fact(f"rank {view.rank}: its process (pid {view.pid}) is stopped {often}", view.condition_path)
+            Fact(f"{view.name}: its process (pid {view.pid}) is stopped {often}", view.condition_path)
         )
         facts += view.doing()
     found = waits_of_the_living(case)
@@ -197,7 +223,7 @@ def _stopped(case: Case) -> Cause | None:
     return Cause(
         kind="stopped",
         mechanism="rank-stopped",
-        ranks=tuple(view.rank for view in stopped),
+        ranks=tuple(view.seat for view in stopped),
         facts=tuple(facts),
         confidence="proven" if all(view.stopped_twice for view in stopped) else "supported",
         stream="host",

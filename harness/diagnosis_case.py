@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from harness.diagnosis_model import Evidence, Fact, Missing, Operation, RankEvidence
+from harness.diagnosis_model import Evidence, EvidenceSample, Fact, Missing, Operation, RankEvidence
 from harness.diagnosis_places import host_place, raising_place, stream_places
 from harness.ledger_snapshot import OpRecord, Snapshot, StreamState
 from harness.lost_records import graph_of, replay_number
+from harness.seats import Seat, seat_stem, seat_words
 from harness.stacks import Frame, ProcessStacks
 from harness.stillness import host_thread, left_place, streams_unknown
 
@@ -35,10 +36,13 @@ _SYMPTOM = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One rank over all samples. ``moved`` None: not known, for want of two readable ledgers. A driver that was
-    told of the rank's death counts as no exception, and the rank's task as not done."""
+    """One process over all samples; ``rank`` is -1 where it is no rank. ``moved`` None: not known, for want of two
+    readable ledgers. A driver that was told of the rank's death counts as no exception, and the rank's task as not
+    done. ``died_s``: when it was seen to end, None where nobody looked."""
 
+    seat: Seat
     rank: int
+    role: str
     snapshot: Snapshot | None
     earlier: Snapshot | None
     ledger_path: str
@@ -55,6 +59,12 @@ class View:
     pid: int
     node: str
     device: str | None
+    died_s: float | None
+
+    @property
+    def name(self) -> str:
+        """``rank 1`` or ``controller``."""
+        return seat_words(self.seat)
 
     @property
     def moved(self) -> bool | None:
@@ -124,12 +134,12 @@ class View:
     def host_fact(self) -> Fact:
         """What the host does, from the ledger and, where there is one, its stack."""
         if self.snapshot is None:
-            return Fact(f"rank {self.rank}: no readable ledger", self.condition_path)
+            return Fact(f"{self.name}: no readable ledger", self.condition_path)
         host = self.snapshot.host
         since_s = max(0.0, (self.snapshot.taken_ns - host.since_ns) / 1e9)
         place = host_place(self.stacks) if self.stacks is not None else ""
         fact = (
-            f"rank {self.rank}: the host stands in phase {host.phase!r} of step {host.step} "
+            f"{self.name}: the host stands in phase {host.phase!r} of step {host.step} "
             f"since {since_s:.2f} s{', in ' if place else ''}{place}"
         )
         return Fact(fact, self.stacks_path if place else self.ledger_path)
@@ -139,7 +149,7 @@ class View:
         if self.snapshot is None:
             return ()
         host = self.snapshot.host
-        fact = f"rank {self.rank}: its ledger ends in phase {host.phase!r} of step {host.step}"
+        fact = f"{self.name}: its ledger ends in phase {host.phase!r} of step {host.step}"
         return (Fact(fact, self.ledger_path),)
 
     def host_frame(self) -> Frame | None:
@@ -152,7 +162,7 @@ class View:
         if operation is None:
             return None
         fact = (
-            f"rank {self.rank}: {name} has not finished {operation.label}{self._which_replay(name)} since "
+            f"{self.name}: {name} has not finished {operation.label}{self._which_replay(name)} since "
             f"{operation.pending_s:.2f} s (operation {operation.sequence} of the stream, enqueued at "
             f"{operation.site or 'an unknown place'})"
         )
@@ -173,28 +183,49 @@ class View:
     def raised_fact(self) -> Fact:
         text = (self.exception or "").strip().splitlines()
         place = raising_place(self.exception or "")
-        fact = f"rank {self.rank} raised {text[-1] if text else 'an exception'}"
+        fact = f"{self.name} raised {text[-1] if text else 'an exception'}"
         return Fact(f"{fact}{f', in {place}' if place else ''}", "history.json")
 
     def stack_facts(self) -> tuple[Fact, ...]:
         """Where the stream threads of a simulated device stand. They decide nothing: hardware has none."""
         places = stream_places(self.stacks) if self.stacks is not None else ""
-        return (
-            (Fact(f"rank {self.rank}: its simulated streams: {places}", self.stacks_path),) if places else ()
-        )
+        return (Fact(f"{self.name}: its simulated streams: {places}", self.stacks_path),) if places else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """All ranks of the trial, those without any evidence too."""
+    """All ranks of the trial, those without any evidence too, and the engine's other processes by name."""
 
     evidence: Evidence
     views: Mapping[int, View]
+    others: Mapping[str, View] = field(default_factory=dict)
 
     @classmethod
     def of(cls, evidence: Evidence) -> Case:
         ranks = set(range(evidence.world)) | {rank for sample in evidence.samples for rank in sample.ranks}
-        return cls(evidence, {rank: _view(evidence, rank) for rank in sorted(ranks)})
+        names = {name for sample in evidence.samples for name in sample.others}
+        return cls(
+            evidence,
+            {rank: _view(evidence, rank) for rank in sorted(ranks)},
+            {name: _view(evidence, name) for name in sorted(names)},
+        )
+
+    @property
+    def everyone(self) -> tuple[View, ...]:
+        """Ranks first."""
+        return (*self.views.values(), *self.others.values())
+
+    def with_views(self, changed: Iterable[View]) -> Case:
+        """The same case with these views in the place of those of their seats."""
+        by_seat = {view.seat: view for view in changed}
+        return Case(
+            self.evidence,
+            {rank: by_seat.get(rank, view) for rank, view in self.views.items()},
+            {name: by_seat.get(name, view) for name, view in self.others.items()},
+        )
+
+    def view(self, seat: Seat) -> View:
+        return self.views[seat] if isinstance(seat, int) else self.others[seat]
 
     def snapshots(self) -> dict[int, Snapshot]:
         return {rank: view.snapshot for rank, view in self.views.items() if view.snapshot is not None}
@@ -266,12 +297,16 @@ def _condition(state: str | None) -> Condition:
     return "stopped" if word in _STOPPED else "alive"
 
 
-def _view(evidence: Evidence, rank: int) -> View:
-    found = [(position, s.ranks[rank]) for position, s in enumerate(evidence.samples) if rank in s.ranks]
+def _view(evidence: Evidence, seat: Seat) -> View:
+    found = [
+        (position, one)
+        for position, sample in enumerate(evidence.samples)
+        if (one := _evidence_of(sample, seat)) is not None
+    ]
     ledgers = [(position, one.snapshot) for position, one in found if one.snapshot is not None]
     stacks = [(position, one.stacks) for position, one in found if one.stacks is not None]
     states = [(position, _condition(one.state)) for position, one in found if one.state]
-    exception = evidence.exceptions.get(rank) or next(
+    exception = evidence.exceptions.get(seat) or next(
         (one.exception for _, one in reversed(found) if one.exception), None
     )
     death_told = exception is not None and _DEATH_NOTICE.search(exception) is not None
@@ -282,14 +317,17 @@ def _view(evidence: Evidence, rank: int) -> View:
     folder = _folder(evidence, at) if evidence.samples else "evidence"
     pid = next((one.pid for _, one in reversed(found) if one.pid is not None), None)
     header = snapshot.header if snapshot is not None else None
+    stem = seat_stem(seat)
     return View(
-        rank=rank,
+        seat=seat,
+        rank=seat if isinstance(seat, int) else -1,
+        role=next((one.role for _, one in reversed(found)), "rank" if isinstance(seat, int) else seat),
         snapshot=snapshot,
         earlier=ledgers[0][1] if len(ledgers) > 1 else None,
-        ledger_path=f"{_folder(evidence, ledgers[-1][0])}/ledger/rank{rank}.json" if ledgers else folder,
+        ledger_path=f"{_folder(evidence, ledgers[-1][0])}/ledger/{stem}.json" if ledgers else folder,
         stacks=stacks[-1][1] if stacks else None,
         earlier_stacks=stacks[0][1] if len(stacks) > 1 else None,
-        stacks_path=f"{_folder(evidence, stacks[-1][0])}/stacks/rank{rank}.json" if stacks else folder,
+        stacks_path=f"{_folder(evidence, stacks[-1][0])}/stacks/{stem}.json" if stacks else folder,
         condition=condition,
         condition_path=f"{folder}/processes.json",
         first_dead=next((position for position, state in states if state == "dead"), last + 1),
@@ -300,4 +338,9 @@ def _view(evidence: Evidence, rank: int) -> View:
         pid=pid if pid is not None else (header.pid if header is not None else 0),
         node=next((one.node for _, one in found if one.node), header.node if header is not None else ""),
         device=header.device if header is not None else next((o.device for _, o in found if o.device), None),
+        died_s=evidence.deaths.get(seat),
     )
+
+
+def _evidence_of(sample: EvidenceSample, seat: Seat) -> RankEvidence | None:
+    return sample.ranks.get(seat) if isinstance(seat, int) else sample.others.get(seat)

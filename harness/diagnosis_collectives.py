@@ -15,6 +15,7 @@ from typing import Any
 
 from harness.diagnosis_case import Case, View
 from harness.diagnosis_model import Cause, Collective, Confidence, Fact, Mechanism, Mismatch
+from harness.diagnosis_steps import Left, left_the_pattern
 from harness.ledger_snapshot import Snapshot
 from harness.waits import GRAPH_PREFIX, Side, Wait, cycle_in, describe, wait_edges, waits
 
@@ -23,6 +24,8 @@ AGREEMENT_GROUPS = ("agree",)
 REGISTRATION = ("regist", "rendezvous", "symm")
 MUST_AGREE = ("mode_agreed", "modes", "tokens")
 """Fields of a decision record that are the outcome of the agreement, so equal on all ranks."""
+PEERS_AGREE = ("aborted", "requests", "mode", "batch", "own_tokens")
+"""Fields that are equal on the ranks of one attention group: they compute the same batch."""
 FOLLOWS_AGREEMENT = ("padding", "bucket", "graph")
 """Fields that follow from it; where only these differ, the collectives of the step tell the story."""
 
@@ -60,12 +63,16 @@ def mismatch(case: Case) -> Cause | None:
         if not wait.mismatched:
             continue
         complete = not wait.unknown and case.only_left(())
-        odd = _deviators(case, wait) if complete else ()
+        left = left_the_pattern(case, wait.group) if complete else ()
+        odd = tuple(one.rank for one in left) or (_deviators(case, wait) if complete else ())
         ranks = (odd or _minority(wait.sides)) if complete else ()
-        skipped = bool(odd) and all(_jumped_ahead(case.views[rank], wait) for rank in odd)
-        facts = [*wait_facts(case, wait)]
+        skipped = all(one.skipped for one in left) and bool(odd)
+        if not left:
+            skipped = bool(odd) and all(_jumped_ahead(case.views[rank], wait) for rank in odd)
+        facts = [_left_fact(case, one) for one in left]
+        facts += wait_facts(case, wait)
         facts += [Fact(side.words(), case.views[side.ranks[0]].ledger_path) for side in wait.sides]
-        if skipped:
+        if skipped and not left:
             facts += [
                 Fact(
                     f"rank {rank} brought what in earlier rounds came after {wait.operation}",
@@ -93,6 +100,15 @@ def mismatch(case: Case) -> Cause | None:
     return None
 
 
+def _left_fact(case: Case, left: Left) -> Fact:
+    how = "it left one out" if left.skipped else "no earlier step did that"
+    return Fact(
+        f"rank {left.rank}: collective {left.position} of group {left.group} in its step {left.step} (number "
+        f"{left.sequence}) is {left.did}, where whole steps that began alike went on with {left.expected}: {how}",
+        _path(case, left.rank),
+    )
+
+
 def divergence(case: Case, fields: tuple[str, ...]) -> Cause | None:
     """The ranks' records of one step disagree in one of ``fields``, on which they had agreed."""
     differing = first_divergence(case, fields)
@@ -117,6 +133,42 @@ def divergence(case: Case, fields: tuple[str, ...]) -> Cause | None:
         collective=collective(found[0]) if found else None,
         family="decision",
         group=found[0].group if found else "",
+    )
+
+
+def peers_divergence(case: Case) -> Cause | None:
+    """Ranks of one attention group, which run the same batch, took different ones. The rank that dropped a request
+    by itself is the culprit (HANGS.md, C1)."""
+    found = _first_peer_divergence(case)
+    if found is None:
+        return None
+    step, name, records = found
+    alone = _dropped_alone(records)
+    values = {rank: record.get(name) for rank, record in records.items()}
+    complete = records.keys() == case.views.keys() and case.others_known(())
+    facts = [
+        Fact(
+            f"rank {rank}: at step {step}, the first on which ranks of one attention group differ, {name} is "
+            f"{values[rank]}{_dropped(records[rank])}",
+            case.decisions_path(rank),
+        )
+        for rank in sorted(records)
+    ]
+    waiting = still_waits(case)
+    for wait in waiting:
+        facts += wait_facts(case, wait)
+        if wait.mismatched:
+            facts += [Fact(side.words(), case.views[side.ranks[0]].ledger_path) for side in wait.sides]
+    return Cause(
+        kind="hang",
+        mechanism="decision-divergence",
+        ranks=(alone or _minority_of(values)) if complete else (),
+        facts=tuple(facts),
+        confidence="supported" if complete else "suspected",
+        stream="host",
+        collective=collective(waiting[0]) if waiting else None,
+        family="decision",
+        group=waiting[0].group if waiting else "",
     )
 
 
@@ -226,6 +278,32 @@ def first_divergence(case: Case, fields: tuple[str, ...]) -> tuple[int, str, dic
             if len({repr(value) for value in values.values()}) > 1:
                 return step, name, values
     return None
+
+
+def _first_peer_divergence(case: Case) -> tuple[int, str, dict[int, Mapping[str, Any]]] | None:
+    """The first step at which ranks of one attention group differ: (step, field, record by rank)."""
+    found = {rank: case.decisions(rank) for rank in case.views}
+    for step in sorted({step for records in found.values() for step in records}):
+        groups: dict[int, dict[int, Mapping[str, Any]]] = {}
+        for rank, records in found.items():
+            if step in records and isinstance(group := records[step].get("dp"), int):
+                groups.setdefault(group, {})[rank] = records[step]
+        for members in groups.values():
+            for name in PEERS_AGREE:
+                if len({repr(record[name]) for record in members.values() if name in record}) > 1:
+                    return step, name, members
+    return None
+
+
+def _dropped_alone(records: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
+    """The ranks that aborted a request, where the others of the group did not."""
+    dropped = tuple(rank for rank, record in sorted(records.items()) if record.get("aborted"))
+    return dropped if len(dropped) < len(records) else ()
+
+
+def _dropped(record: Mapping[str, Any]) -> str:
+    aborted = record.get("aborted") or ()
+    return f"; it aborted {', '.join(map(str, aborted))}" if aborted else ""
 
 
 def divergence_facts(case: Case, fields: tuple[str, ...]) -> list[Fact]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from harness.ledger_snapshot import Snapshot
+from harness.seats import Seat
 from harness.stacks import ProcessStacks
 
 DIAGNOSIS_SCHEMA = 1
@@ -60,15 +61,18 @@ class RankEvidence:
     exception: str | None = None
     exit: str | None = None
     task_done: bool = False
+    role: str = "rank"
 
 
 @dataclass(frozen=True, slots=True)
 class EvidenceSample:
-    """``index`` is the number in the folder's name; None: the sample's place in the evidence."""
+    """``index`` is the number in the folder's name; None: the sample's place in the evidence. ``others``: the
+    engine's processes that are no ranks, by name."""
 
     taken_s: float
     ranks: Mapping[int, RankEvidence]
     index: int | None = None
+    others: Mapping[str, RankEvidence] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +95,10 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One capture. ``reason`` is why it was made (the watchdog's); ``exceptions`` by rank, beside those in
-    samples; ``decisions`` are whole decision files by rank, where the caller has them: a first divergence may
-    lie far back.
+    """One capture. ``reason`` is why it was made (the watchdog's); ``exceptions`` by seat, beside those in
+    samples; ``deaths``: seconds since the trial's start at which processes were seen to end, by seat;
+    ``decisions`` are whole decision files by rank, where the caller has them: a first divergence may lie far
+    back.
     """
 
     world: int
@@ -101,7 +106,8 @@ class Evidence:
     times: Times = Times()
     missing: tuple[Missing, ...] = ()
     reason: str = ""
-    exceptions: Mapping[int, str] = field(default_factory=dict)
+    exceptions: Mapping[Seat, str] = field(default_factory=dict)
+    deaths: Mapping[Seat, float] = field(default_factory=dict)
     decisions: Mapping[int, tuple[Mapping[str, Any], ...]] = field(default_factory=dict)
     device_is_simulation: bool = False
 
@@ -225,12 +231,12 @@ class Cause:
     """What one rule concluded. ``family``, ``group`` and ``phase`` go into the signature, their digits left
     out.
 
-    ``ranks`` are the culprits, by number; the facts are in the order of the argument.
+    ``ranks`` are the culprits, by seat; the facts are in the order of the argument.
     """
 
     kind: Kind
     mechanism: Mechanism
-    ranks: tuple[int, ...]
+    ranks: tuple[Seat, ...]
     facts: tuple[Fact, ...]
     confidence: Confidence
     stream: StreamName | None = None

@@ -139,6 +139,8 @@ def check_device(device: str) -> Check:
     name = f"device {device}"
     if device == "sim":
         return Check(name, "ok", "simulated, needs no hardware and says nothing about any")
+    if device == "cpu":
+        return Check(name, "ok", "for sglang and vllm; latencies on it say nothing about an accelerator")
     mend = _DEVICE_MEND[device]
     if device == "npu" and package_version("torch_npu") is None:
         return Check(name, "missing", "torch_npu is not installed", mend)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.processes import handles_signal, read_process, send_signal
+from harness.seats import Seat
 from harness.stacks import ProcessStacks
 from harness.stacks_parse import StackParseError, parse_faulthandler
 
@@ -26,7 +27,7 @@ _LIMIT_BYTES = 1 << 20
 class DumpRequest:
     """``path`` is the file that the process appends its dumps to, None when it has none."""
 
-    rank: int
+    rank: Seat
     pid: int
     start_time_ticks: int
     path: Path | None
@@ -43,9 +44,9 @@ class _Asked:
 
 def ask_for_dumps(
     requests: tuple[DumpRequest, ...], *, deadline_s: float
-) -> Mapping[int, ProcessStacks | str]:
-    """By rank, the stacks, or why there are none. ``deadline_s`` is a point of ``time.monotonic``."""
-    answers: dict[int, ProcessStacks | str] = {}
+) -> Mapping[Seat, ProcessStacks | str]:
+    """By seat, the stacks, or why there are none. ``deadline_s`` is a point of ``time.monotonic``."""
+    answers: dict[Seat, ProcessStacks | str] = {}
     waiting: list[_Asked] = []
     for request in requests:
         asked = _ask(request)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from harness.checkers import Facts, check, compare_tokens, verdict
 from harness.diagnose import Diagnosis, Evidence, EvidenceSample, Missing, RankEvidence, Times, diagnose
 from harness.diagnosis_model import Fact, nothing_stopped
 from harness.ledger_snapshot import Snapshot
+from harness.seats import Seat
 from harness.stacks import ProcessStacks
 from harness.stacks_tree import merge, tree_to_json
-from harness.store import StoredTrial, StoreError, TrialStore, read_trial, write_json
+from harness.store import StoredSample, StoredTrial, StoreError, TrialStore, read_trial, write_json
 
 HISTORY = "history.json"
 Document = Mapping[str, Any]
@@ -47,7 +48,7 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
     diagnosis = _diagnose(stored, history, context)
     outcome, why = _outcome(history, diagnosis)
     tokens = stored.tokens or journal_tokens(store.path)
-    wanted, reference_why = _reference(reference)
+    wanted, reference_why, of = _reference(reference)
     facts = Facts(
         outcome=outcome,
         why_unknown=why,
@@ -67,6 +68,7 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
         tokens=tokens,
         reference=wanted,
         reference_why=reference_why,
+        reference_is_itself=of == context.planned["id"],
     )
     checks = check(facts)
     compared = compare_tokens(tokens, wanted or {}, whole=facts.finished)
@@ -106,6 +108,8 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
         "tokens_differ": compared.differ,
         "tokens_compared": compared.compared,
         "ranks": history.get("ranks", []),
+        "others": history.get("others", []),
+        "counters": history.get("counters", {}),
         "notes": history.get("notes", []),
         "rerun": context.rerun,
     }
@@ -142,14 +146,17 @@ def _with_decisions(history: dict[str, Any], stored: StoredTrial) -> dict[str, A
     return {**history, "steps": steps, "retractions": retracted}
 
 
-def _reference(path: Path) -> tuple[dict[str, list[int]] | None, str]:
+def _reference(path: Path) -> tuple[dict[str, list[int]] | None, str, str | None]:
+    """Tokens by request, why there are none, and the trial that they are of, if it was one of the run's own."""
     try:
         document = json.loads(path.read_bytes())
     except OSError:
-        return None, f"{path.name} was not written"
+        return None, f"{path.name} was not written", None
     except ValueError as error:
-        return None, f"{path.name} is damaged: {error}"
-    return (document["requests"], "") if "requests" in document else (None, document["why"])
+        return None, f"{path.name} is damaged: {error}", None
+    if "requests" not in document:
+        return None, document["why"], None
+    return document["requests"], "", document.get("of")
 
 
 def _outcome(history: Document, diagnosis: Diagnosis | None) -> tuple[str, str]:
@@ -176,38 +183,48 @@ def _diagnose(stored: StoredTrial, history: Document, context: TrialContext) -> 
 def evidence_of(stored: StoredTrial, history: Document, context: TrialContext) -> Evidence:
     """A stored capture as the diagnosis takes it. What is missing or damaged is left out, and said."""
     manifest = stored.manifest or {}
+    said = stored.engine or {}
     # What the launcher says of a dead rank is not what the rank raised; the process table has it dead.
     died = {int(rank) for rank in history.get("died", [])}
-    raised = {int(rank): str(text) for rank, text in history.get("failed", {}).items()}
-    failed = {rank: text for rank, text in raised.items() if rank not in died}
+    raised: dict[Seat, str] = {int(rank): str(text) for rank, text in history.get("failed", {}).items()}
+    failed: dict[Seat, str] = {rank: text for rank, text in raised.items() if rank not in died}
+    failed |= {_seat(name): str(text) for name, text in said.get("exceptions", {}).items()}
     done = {int(rank) for rank in history.get("done", [])}
     taken = {entry["index"]: entry["taken_s"] for entry in manifest.get("samples", [])}
     missing = [Missing(entry["what"], entry["why"]) for entry in manifest.get("missing", [])]
     # trial.json is what this is about to make.
     damaged = [problem for problem in stored.problems if not problem.startswith("trial.json")]
     missing += [Missing("stored files", problem) for problem in damaged]
+    known: dict[Seat, Document] = {entry["rank"]: entry for entry in history.get("ranks", [])}
+    known |= {entry["name"]: entry for entry in history.get("others", [])}
     samples = []
     for sample in stored.samples:
-        processes = {entry["rank"]: entry for entry in (sample.processes or {}).get("ranks", [])}
-        ranks = {}
-        ids: dict[int, Document] = {entry["rank"]: entry for entry in history.get("ranks", [])}
-        for rank in range(context.world):
-            snapshot = _snapshot(sample.ledgers.get(rank))
-            process = processes.get(rank, {})
-            known = ids.get(rank, {})
-            ranks[rank] = RankEvidence(
-                snapshot=snapshot,
-                stacks=_stacks(sample.stacks).get(rank),
-                native=_stacks(sample.native).get(rank),
-                state=process.get("state"),
-                pid=process.get("pid") or known.get("pid"),
-                node=known.get("node", snapshot.header.node if snapshot is not None else ""),
-                device=snapshot.header.device if snapshot is not None else None,
-                exception=failed.get(rank),
-                exit=process.get("exit"),
-                task_done=rank in done or rank in failed,
+        table = (sample.processes or {}).get("ranks", [])
+        processes = {
+            _seat(entry["name"] if entry["rank"] is None else entry["rank"]): entry for entry in table
+        }
+        seats = {*range(context.world), *known, *processes}
+        found = {
+            seat: _rank_evidence(sample, seat, processes.get(seat, {}), known.get(seat, {})) for seat in seats
+        }
+        for seat, piece in found.items():
+            answered = seat in done or (seat in failed and seat in raised)
+            found[seat] = replace(piece, exception=failed.get(seat), task_done=answered)
+        samples.append(
+            EvidenceSample(
+                taken.get(sample.index) or 0.0,
+                {seat: piece for seat, piece in found.items() if isinstance(seat, int)},
+                sample.index,
+                {seat: piece for seat, piece in found.items() if isinstance(seat, str)},
             )
-        samples.append(EvidenceSample(taken.get(sample.index) or 0.0, ranks, sample.index))
+        )
+    if said and not said.get("probe", {}).get("on", True):
+        missing += [
+            Missing(f"evidence/sample-{sample.index}/ledger/rank{rank}.json", "the probe was off in this arm")
+            for sample in samples
+            for rank, piece in sample.ranks.items()
+            if piece.snapshot is None
+        ]
     times = {key: value for key, value in (manifest.get("times") or {}).items() if value is not None}
     return Evidence(
         world=context.world,
@@ -216,16 +233,39 @@ def evidence_of(stored: StoredTrial, history: Document, context: TrialContext) -
         missing=tuple(missing),
         reason=str(manifest.get("reason") or history.get("reason") or ""),
         exceptions=failed,
+        deaths={_seat(entry["seat"]): float(entry["at_s"]) for entry in said.get("deaths", [])},
         decisions={rank: stored.decisions(rank)[0] for rank in stored.decision_ranks()},
         device_is_simulation=context.simulation,
     )
+
+
+def _rank_evidence(sample: StoredSample, seat: Seat, process: Document, known: Document) -> RankEvidence:
+    """One process in one sample, without what it raised. ``process`` is its row of the process table."""
+    snapshot = _snapshot(sample.ledgers.get(seat))
+    header = snapshot.header if snapshot is not None else None
+    return RankEvidence(
+        snapshot=snapshot,
+        stacks=_stacks(sample.stacks).get(seat),
+        native=_stacks(sample.native).get(seat),
+        state=process.get("state"),
+        pid=process.get("pid") or known.get("pid"),
+        node=known.get("node", header.node if header is not None else ""),
+        device=known.get("device") or (header.device if header is not None else None),
+        exit=process.get("exit"),
+        role=known.get("role", "rank" if isinstance(seat, int) else seat),
+    )
+
+
+def _seat(name: Seat) -> Seat:
+    """A seat as JSON has it: object keys are text, also those of ranks."""
+    return int(name) if isinstance(name, str) and name.isdecimal() else name
 
 
 def _snapshot(document: Document | None) -> Snapshot | None:
     return None if document is None else Snapshot.from_json(document)
 
 
-def _stacks(documents: Mapping[int, Document]) -> dict[int, ProcessStacks]:
+def _stacks(documents: Mapping[Seat, Document]) -> dict[Seat, ProcessStacks]:
     return {rank: ProcessStacks.from_json(document) for rank, document in documents.items()}
 
 

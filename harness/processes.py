@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from harness.process_control import ProcessId, identify, read_stat, send
+from harness.seats import Seat, seat_stem
 
 _STATES = {"R": "R", "D": "D", "T": "T", "t": "T", "Z": "Z", "X": "dead", "x": "dead"}
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessEntry:
-    """``exit`` is None when unknown.
+    """``rank`` is the seat. ``exit`` is None when unknown.
 
     ``state``: R running, S sleeping, D in an uninterruptible wait, T stopped or traced, Z zombie, ``dead``
     (gone, or its number belongs to another process now), ``missing`` (no number was known).
     """
 
-    rank: int | None
+    rank: Seat | None
     pid: int
     state: str
     start_time_ticks: int
@@ -37,7 +38,8 @@ class ProcessEntry:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "rank": self.rank,
+            "rank": self.rank if isinstance(self.rank, int) else None,
+            "name": None if self.rank is None else seat_stem(self.rank),
             "pid": self.pid,
             "state": self.state,
             "start_time_ticks": self.start_time_ticks,
@@ -46,7 +48,7 @@ class ProcessEntry:
         }
 
 
-def read_process(pid: int, start_time_ticks: int, rank: int | None = None) -> ProcessEntry:
+def read_process(pid: int, start_time_ticks: int, rank: Seat | None = None) -> ProcessEntry:
     """The process that had ``pid`` and started at ``start_time_ticks`` (0: whatever has that number now)."""
     if pid <= 0:
         return ProcessEntry(rank, pid, "missing", start_time_ticks, 0, None)

@@ -27,13 +27,14 @@ from harness.cluster import Cluster, ClusterError, Node, nodes
 from harness.process_control import ProcessId
 from harness.target import RankProcess
 
-DeviceKind: TypeAlias = Literal["sim", "cuda", "npu"]
+DeviceKind: TypeAlias = Literal["sim", "cpu", "cuda", "npu"]
 
 _SIM_CPUS = 0.01
 """A rank of the simulation reserves next to nothing: how many fit is the user's affair."""
 _RESERVE_S = 30.0
 _RESERVED: Mapping[str, Mapping[str, float]] = {
     "sim": {"CPU": _SIM_CPUS},
+    "cpu": {"CPU": _SIM_CPUS},
     "cuda": {"CPU": _SIM_CPUS, "GPU": 1},
     "npu": {"CPU": _SIM_CPUS, "NPU": 1},
 }
@@ -99,6 +100,8 @@ class PoolOptions:
     """A directory on every node for the stack dumps that ranks write of themselves when py-spy cannot."""
     start_s: float = 120.0
     """Until every constructor has returned."""
+    devices: int = 1
+    """Accelerators of each process."""
     end_s: float = 10.0
 
 
@@ -228,9 +231,10 @@ class RankPool:
     def _reserve(self, world: int) -> None:
         """All or nothing, so that two runs never hold half of the devices each."""
         options = self._options
-        if options.device == "sim" or options.placement is not None:
+        if options.device in ("sim", "cpu") or options.placement is not None:
             return
-        wanted = _RESERVED[options.device]
+        each = {"CPU": 1, "GPU": options.devices, "NPU": options.devices}
+        wanted = {name: amount * each[name] for name, amount in _RESERVED[options.device].items()}
         total = ray.cluster_resources()
         for name, amount in wanted.items():
             if total.get(name, 0.0) < amount * world:
@@ -283,9 +287,9 @@ class RankPool:
             "num_cpus": _SIM_CPUS,
         }
         if options.device == "cuda":
-            settings["num_gpus"] = 1
+            settings["num_gpus"] = options.devices
         if options.device == "npu":
-            settings["resources"] = {"NPU": 1}
+            settings["resources"] = {"NPU": options.devices}
         if options.placement is not None:
             settings["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
                 options.placement[rank], soft=False

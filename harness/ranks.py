@@ -5,29 +5,16 @@ Not here: the processes themselves (``rank_pool.py``) and what an engine needs t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from harness.agents import Agents
-from harness.cluster import Cluster, nodes
+from harness.cluster import Cluster, ClusterError, Node, nodes
 from harness.process_control import ProcessId
 from harness.rank_pool import DeviceKind, PoolOptions, RankPool
-from harness.target import LaunchSpec, RankProcess, Target, find_target
+from harness.target import EngineSpec, LaunchSpec, Needs, RankProcess, Target, find_target
 
 _END_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What must be the same for ranks to be used again."""
-
-    target: str
-    world: int
-    device: DeviceKind
-    model: Mapping[str, Any]
-    timeout_s: float
 
 
 class Ranks:
@@ -38,7 +25,7 @@ class Ranks:
         self._agents = agents
         self._scratch = scratch
         self._start_s = start_s
-        self._wanted: Wanted | None = None
+        self._key: tuple[object, ...] = ()
         self._pool: RankPool | None = None
         self._target: Target | None = None
         self._ranks: tuple[RankProcess, ...] = ()
@@ -51,38 +38,60 @@ class Ranks:
             raise RuntimeError("no ranks are up; call ensure first")
         return self._target
 
-    def ensure(self, wanted: Wanted) -> Sequence[RankProcess]:
-        """The ranks, warm where they fit. Raises ClusterError or TargetError, with nothing left behind."""
-        if self._wanted == wanted:
+    def ensure(self, name: str, spec: EngineSpec, timeout_s: float) -> Sequence[RankProcess]:
+        """The ranks of target ``name``, warm where they fit. Raises ClusterError or TargetError, with nothing
+        left behind."""
+        target = find_target(name)
+        key = (name, spec.world, spec.device, timeout_s, target.fixed(spec))
+        if self._key == key:
             return self._ranks
         self.discard(_END_S)
-        target = find_target(wanted.target)
         self._scratch.mkdir(parents=True, exist_ok=True)
-        options = PoolOptions(
-            device=wanted.device,
-            start_s=self._start_s,
-            dumps=self._scratch,
-            # Simulated ranks share memory and write into the run directory: all on this node. Ranks on several
-            # nodes come with the accelerators.
-            placement=[nodes()[0].id] * wanted.world if wanted.device == "sim" else None,
+        there = nodes()
+        pool = RankPool(
+            self._cluster,
+            self._options(target.needs(spec), spec, there),
+            tracer=self._agents.pid_on,
+            owner=self._agents.own,
         )
-        pool = RankPool(self._cluster, options, tracer=self._agents.pid_on, owner=self._agents.own)
         self._pool, self._target = pool, target
-        spec = LaunchSpec(
-            world=wanted.world,
-            device=wanted.device,
-            model=wanted.model,
-            timeout_s=wanted.timeout_s,
+        launch = LaunchSpec(
+            start=spec,
+            timeout_s=timeout_s,
             scratch=self._scratch,
+            tracer_pids={node.name: self._agents.pid_on(node.name) for node in there},
         )
         try:
-            self._ranks = tuple(target.launch(spec, pool))
+            self._ranks = tuple(target.launch(launch, pool))
         except BaseException:
             self.discard(_END_S)
             raise
-        self._wanted = wanted
+        self._agents.own([*pool.processes, *self._ranks, *target.others()])
+        self._key = key
         self.trials = 0
         return self._ranks
+
+    def _options(self, needs: Needs, spec: EngineSpec, there: Sequence[Node]) -> PoolOptions:
+        kind: DeviceKind = spec.device  # type: ignore[assignment]  # validated by the request
+        placement = None
+        if needs.spread and needs.processes > 1:
+            if len(there) < needs.processes:
+                raise ClusterError(
+                    f"the engine wants {needs.processes} nodes (target.nodes), the cluster has {len(there)}"
+                )
+            placement = [node.id for node in there[: needs.processes]]
+        elif kind in ("sim", "cpu"):
+            # Ranks of a simulation share memory and write into the run directory, and a CPU engine is on one
+            # machine: all on this node.
+            placement = [there[0].id] * needs.processes
+        return PoolOptions(
+            device=kind,
+            role=needs.role,
+            start_s=self._start_s,
+            dumps=self._scratch,
+            placement=placement,
+            devices=needs.devices,
+        )
 
     def discard(self, deadline_s: float) -> list[ProcessId]:
         """Ends the ranks, hung or stopped ones too. Returns what would not die."""
@@ -91,6 +100,6 @@ class Ranks:
             self._target.stop(deadline_s)
         if self._pool is not None:
             left = self._pool.stop(deadline_s)
-        self._target = self._pool = self._wanted = None
-        self._ranks = ()
+        self._target = self._pool = None
+        self._key, self._ranks = (), ()
         return left

@@ -17,6 +17,7 @@ from harness.arms import ArmPlan, expand, plan_arms
 from harness.checkers import HANGS
 from harness.cluster import ClusterError, check_address
 from harness.judge import HISTORY, judge
+from harness.launch_plan import arm_spec, commands
 from harness.machine import machine_facts, versions
 from harness.process_control import ProcessId, alive, myself
 from harness.request import BadRequest, RunOutcome, RunRequest
@@ -78,15 +79,15 @@ _Job = tuple[Job, Sequence[ArmPlan]]
 
 
 def _job(scenario: Scenario, request: RunRequest) -> _Job:
-    facts = gather_facts(request.device, scenario.target.ranks)
+    facts = gather_facts(request.device, scenario.target.ranks, scenario.target.name)
     arms = plan_arms(scenario, request.device, facts)
     trials = expand(scenario, request.device, request.trials, request.seed, facts)
     return Job(scenario, trials), arms
 
 
 def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
-    for job, _ in jobs:
-        _validate(job)
+    for job, arms in jobs:
+        _validate(job, arms, request.device)
     if request.ray_address is not None:
         try:
             check_address(request.ray_address)
@@ -105,6 +106,11 @@ def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
         "simulation": simulation,
         "simulation_note": _simulation_note() if simulation else None,
         "scenarios": [record(job.scenario, arms, request.device) for job, arms in jobs],
+        "commands": [
+            {"scenario": job.scenario.name, **row}
+            for job, arms in jobs
+            for row in commands(job.scenario, request.device, arms)
+        ],
         "planned": [plan.to_json() for job, _ in jobs for plan in job.trials],
         "settings": list(request.settings),
         "allow_skip": request.allow_skip,
@@ -132,12 +138,14 @@ def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
     return _report(store.path)
 
 
-def _validate(job: Job) -> None:
+def _validate(job: Job, arms: Sequence[ArmPlan], device: str) -> None:
     scenario = job.scenario
     seeds = sorted({plan.seed for plan in job.trials})
     try:
         target = find_target(scenario.target.name)
-        target.validate(scenario.model.model_dump(), scenario.workload.model_dump(), seeds)
+        for arm in arms:
+            if arm.same_as is None:
+                target.validate(arm_spec(scenario, device, arm), scenario.workload.model_dump(), seeds)
     except TargetError as error:
         raise BadRequest(f"{scenario.name}: {error}") from error
 
@@ -150,7 +158,7 @@ def _simulation_note() -> str:
 
 def _absent(request: RunRequest) -> str | None:
     """Why the device is not there; None when it is."""
-    if request.device == "sim":
+    if request.device in ("sim", "cpu"):
         return None
     count = gather_facts(request.device, 1).device_count
     if count:

@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 from harness.arms import ArmPlan, Expectation, TrialPlan, arm_string, expand, plan_arms
 from harness.scenario_model import Scenario
 from harness.scenario_rules import Problem, broken_rules
+from harness.toggles import BUILTIN
 
 __all__ = [
     "ArmPlan", "Expectation", "Problem", "Scenario", "ScenarioError", "TrialPlan", "arm_string", "expand",
@@ -79,10 +80,11 @@ def _lone_problem(where: str, key: str, value: str | None, what: str, remedy: st
 # --- loading -----------------------------------------------------------------------------------------------
 
 
-def load(path: str | Path, settings: Sequence[str] = (), device: str = "sim") -> Scenario:
+def load(path: str | Path, settings: Sequence[str] = (), device: str | None = None) -> Scenario:
     """Reads a scenario file and applies ``settings`` (``KEY=VALUE``) before it is validated.
 
-    ``device`` is where it will run: ``sim.…`` may be set there only. Raises ScenarioError.
+    ``device`` is where it will run (None: where the scenario says, else sim): ``sim.…`` may be set there only.
+    Raises ScenarioError.
     """
     path = Path(path)
     try:
@@ -102,7 +104,7 @@ def validate(
     document: Mapping[str, Any],
     where: str,
     settings: Sequence[str] = (),
-    device: str = "sim",
+    device: str | None = None,
     *,
     narrowed: bool = False,
 ) -> Scenario:
@@ -112,11 +114,11 @@ def validate(
     themselves.
     """
     changed: dict[str, Any] = json.loads(json.dumps(document, default=str))
-    keys, problems = apply_settings(changed, settings, device)
+    keys, problems = apply_settings(changed, settings, device or _own_device(changed))
     if problems:
         raise ScenarioError(problems)
     if isinstance(model := changed.get("model"), dict) and isinstance(model.get("directory"), str):
-        model["directory"] = str(Path(model["directory"]).absolute())  # a rerun may start elsewhere
+        model["directory"] = _directory(model["directory"], changed)
     try:
         scenario = Scenario.model_validate(changed)
     except ValidationError as error:
@@ -129,6 +131,21 @@ def validate(
     if broken:
         raise ScenarioError(broken)
     return scenario
+
+
+def _directory(text: str, document: Mapping[str, Any]) -> str:
+    """Absolute, because a rerun may start elsewhere; but a name that only a foreign engine can resolve."""
+    target = document.get("target")
+    foreign = isinstance(target, dict) and target.get("name", BUILTIN) != BUILTIN
+    if foreign and not text.startswith((".", "~", "/")) and not Path(text).is_dir():
+        return text
+    return str(Path(text).expanduser().absolute())
+
+
+def _own_device(document: Mapping[str, Any]) -> str:
+    target = document.get("target")
+    own = target.get("device") if isinstance(target, dict) else None
+    return own if isinstance(own, str) else "sim"
 
 
 def record(scenario: Scenario, arms: Sequence[ArmPlan], device: str) -> dict[str, Any]:
@@ -231,19 +248,20 @@ def _from_pydantic(
         key = ".".join(map(str, path)) or "file"
         missing = detail["type"] in ("missing", "union_tag_not_found")
         if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
-            key = f"{key}.kind"
+            key = f"{key}.{_discriminator(path)}"
         value = None if missing else _toml(_look_up(document, key))
         what, remedy = _words(detail, path)
         yield Problem(_origin(key, where, keys), key, value, what, remedy)
 
 
 def _without_tags(location: Sequence[int | str]) -> list[int | str]:
-    """pydantic puts the workload's kind into the path; a file has no such key."""
-    return [
-        part
-        for i, part in enumerate(location)
-        if not (i == 1 and location[0] == "workload" and part in _KINDS)
-    ]
+    """pydantic puts the workload's kind, or a fault's name, into the path; a file has no such key."""
+    at = {"workload": 1, "faults": 2}.get(str(location[0]) if location else "")
+    return [part for i, part in enumerate(location) if not (i == at and part in (*_KINDS, *_FAULTS))]
+
+
+def _discriminator(path: Sequence[int | str]) -> str:
+    return "name" if path[:1] == ["faults"] else "kind"
 
 
 def _look_up(document: Any, key: str) -> Any:
@@ -266,9 +284,9 @@ def _words(detail: ErrorDetails, path: Sequence[int | str]) -> tuple[str, str]:
         case "missing":
             return "is missing", "add it"
         case "union_tag_not_found":
-            return "is missing", f"allowed: {', '.join(_KINDS)}"
+            return "is missing", f"allowed: {', '.join(_choices(path))}"
         case "union_tag_invalid":
-            return "is not allowed", _guess_value(str(context["tag"]), _KINDS)
+            return "is not allowed", _guess_value(str(context["tag"]), _choices(path))
         case "literal_error":
             allowed = re.findall(r"'([^']*)'", str(context["expected"]))
             return "is not allowed", _guess_value(str(detail["input"]), allowed)
@@ -296,6 +314,10 @@ def _guess_key(path: Sequence[int | str]) -> str:
     return f"{guess}allowed: {', '.join(siblings)}"
 
 
+def _choices(path: Sequence[int | str]) -> Sequence[str]:
+    return _FAULTS if _discriminator(path) == "name" else _KINDS
+
+
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     """The models inside a field's type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -312,6 +334,11 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 _KEYS: Sequence[str] = tuple(dict.fromkeys(_all_keys(Scenario)))
+_FAULTS: Sequence[str] = tuple(
+    name
+    for model in _models(Scenario.model_fields["faults"].annotation)
+    for name in get_args(model.model_fields["name"].annotation)
+)
 _KINDS: Sequence[str] = tuple(
     kind
     for model in _models(Scenario.model_fields["workload"].annotation)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-Device = Literal["sim", "cuda", "npu"]
+from harness.scenario_faults import Fault
+from harness.scenario_table import Table
+
+Device = Literal["sim", "cpu", "cuda", "npu"]
 Pinned = Literal["pageable", "pinned", "pinned_sync", "pinned_snapshot"]
 Switch = Literal["off", "on"]
 Defect = Literal["none", "D1", "D2", "D3", "D4"]
@@ -60,25 +63,47 @@ Devices = Annotated[tuple[Device, ...], BeforeValidator(_as_list), Field(min_len
 Ranks = tuple[Annotated[int, Field(ge=0)], ...]
 
 
-class Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
 class Target(Table):
     """The engine under test."""
 
     name: str = "builtin"
-    """A registered target."""
+    """A registered target: builtin, sglang, vllm."""
     ranks: Annotated[int, Field(ge=1, le=64)] = 2
-    """Attention ranks, one worker process each."""
+    """Worker processes: attention ranks of the built-in engine, tensor-parallel ranks of sglang, tensor times data
+    parallel ranks of vllm."""
+    dp: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Attention data-parallel groups among the ranks; where nothing is said every rank is one (built-in, sglang),
+    or all ranks are one (vllm)."""
+    device: Device | None = None
+    """Where the scenario runs when no ``--device`` is given; sim where neither says."""
+    python: str | None = None
+    """The engine's own interpreter; the one that runs hangrig where none is named."""
+    nodes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Nodes over which the ranks are spread evenly."""
+    args: tuple[str, ...] = ()
+    """Further flags of the server, as they are; they come last and win."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Further variables of the server's environment; they win."""
+    start_s: Seconds = 900.0
+    """Deadline of the start, until a first generation has been answered."""
+    engine_watchdog_s: Seconds | None = None
+    """Setting of the engine's own watchdog; its default where nothing is said."""
+    after_capture: Literal["end", "let"] = "end"
+    """What becomes of a hung server once the evidence is on disk: ended, or let alone until its own watchdog has
+    ended it, so that the report can say what the engine said and when."""
+    let_s: Seconds = 240.0
+    """The longest that ``after_capture = "let"`` waits."""
 
 
 class Model(Table):
     """The model that the engine serves. A directory holds config.json and safetensors files."""
 
-    preset: Literal["tiny", "lite"] | None = None
-    """A shape with random weights; ``tiny`` where neither it nor a directory is given."""
+    preset: Literal["tiny", "small", "lite"] | None = None
+    """A shape with random weights; where neither it nor a directory is given ``tiny``, and ``small`` for sglang and
+    vllm, whose kernels want DeepSeek-V2's own head sizes."""
     directory: str | None = None
+    """Of a model for sglang or vllm: a directory, or a name that the engine resolves. Without weights in it the
+    engine makes random ones."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Fixes the random weights of a preset; the same in all arms and trials."""
 
@@ -105,6 +130,14 @@ class Engine(Table):
     one rank packs them whatever this says."""
     step_timeout_s: Seconds = 300.0
     """Deadline of each host wait and of each collective; above the watchdog's whole time."""
+    attention_backend: str | None = None
+    """Of sglang and vllm; the engine chooses where nothing is said."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Of sglang and vllm. Equal tokens under another batch need float32."""
+    quantization: str | None = None
+    """Of sglang and vllm."""
+    context_tokens: Count | None = None
+    """Of sglang and vllm: longest prompt and output together; the model's own limit where nothing is said."""
 
 
 class PrefixTree(Table):
@@ -155,12 +188,25 @@ class Alternating(Table):
     """The first requests: they arrive at once and decode until after the last arrival; one a rank or more."""
 
 
+class Client(Table):
+    """How requests reach an engine that serves over HTTP."""
+
+    parallelism: Count | None = None
+    """Most requests in flight at once; without it each is sent when it arrives."""
+    step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.05
+    """Seconds that one step of the workload stands for: arrivals of a foreign engine go by the clock."""
+    deadline_s: Seconds = 180.0
+    """A request that brings no further token for so long is given up; above the watchdog's whole time."""
+
+
 Workload = Annotated[PrefixTree | Bursts | Alternating, Field(discriminator="kind")]
 
 
 class Toggles(Table):
     """One value for each toggle that is named; the others are left to the platform."""
 
+    probe: Switch | None = None
+    """Of sglang and vllm: hangrig's probe inside the engine's processes."""
     pinned: Pinned | None = None
     symm_mem: Switch | None = None
     graph: Switch | None = None
@@ -176,6 +222,7 @@ class Toggles(Table):
 class Arms(Table):
     """The toggles that vary, each with its values; the arms are all their combinations but ``exclude``."""
 
+    probe: Annotated[tuple[Switch, ...], BeforeValidator(_as_list), Field(min_length=1)] | None = None
     pinned: Annotated[tuple[Pinned, ...], BeforeValidator(_as_list), Field(min_length=1)] | None = None
     symm_mem: Annotated[tuple[Switch, ...], BeforeValidator(_as_list), Field(min_length=1)] | None = None
     graph: Annotated[tuple[Switch, ...], BeforeValidator(_as_list), Field(min_length=1)] | None = None
@@ -262,12 +309,13 @@ class Require(Table):
     """The least pressure; a trial that had less says nothing, and is unknown."""
 
     retractions: Annotated[int, Field(ge=0)] = 0
+    """Requests that lost their place to others; vllm calls them preemptions."""
 
 
 class Expect(Table):
     """What is expected of the arms that have all values of ``arm``; the most specific entry wins."""
 
-    device: Devices = ("sim", "cuda", "npu")
+    device: Devices = ("sim", "cpu", "cuda", "npu")
     arm: Toggles = Toggles()
     hang: Hang = "never"
     min_rate: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -289,6 +337,9 @@ class Scenario(Table):
     model: Model = Model()
     engine: Engine = Engine()
     workload: Workload
+    client: Client = Client()
+    faults: tuple[Fault, ...] = ()
+    """What is broken on purpose in the engine, each once in a trial."""
     toggles: Toggles = Toggles()
     """Fixed in every arm."""
     arms: Arms = Arms()

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from harness.arms import arm_string, has_all, matching, requested_arms
+from harness.scenario_faults import OUTSIDE
 from harness.scenario_model import Scenario
-from harness.toggles import DEVICES
+from harness.toggles import BUILTIN, DEVICES, toggles_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def _pool(scenario: Scenario) -> Iterator[Finding]:
                 f"engine.{key}", value, f"does not fit into engine.kv_tokens = {engine.kv_tokens}",
                 f"use {engine.kv_tokens} at most, or a larger pool",
             )  # fmt: skip
-    if engine.kv_tokens % engine.page_size:
+    if engine.kv_tokens % engine.page_size and not _foreign(scenario):  # the engines round down
         yield (
             "engine.kv_tokens", engine.kv_tokens, f"is no multiple of engine.page_size = {engine.page_size}",
             f"use {engine.kv_tokens // engine.page_size * engine.page_size}",
@@ -79,6 +80,8 @@ def _model(scenario: Scenario) -> Iterator[Finding]:
 
 def _graph(scenario: Scenario) -> Iterator[Finding]:
     engine = scenario.engine
+    if _foreign(scenario):
+        return  # a batch beyond the largest bucket runs eager there
     if "on" in _asked_values(scenario, "graph"):
         largest = max(engine.graph_buckets, default=0)
         if largest < engine.max_running:
@@ -103,6 +106,86 @@ def _graph(scenario: Scenario) -> Iterator[Finding]:
             "sim.defects", "D1",
             "can do nothing: it is a missing fence before a graph update and no arm has graph on",
             'set toggles.graph = "on" or remove the defect',
+        )  # fmt: skip
+
+
+def _foreign(scenario: Scenario) -> bool:
+    return scenario.target.name != BUILTIN
+
+
+def _target(scenario: Scenario) -> Iterator[Finding]:
+    target = scenario.target
+    alone = {"cpu"} if not _foreign(scenario) else {"sim"}
+    if target.device in alone:
+        which = "the built-in engine runs on sim, cuda and npu" if not _foreign(scenario) else (
+            f"{target.name} is a real engine, and the simulated device is none"
+        )  # fmt: skip
+        yield (
+            "target.device", target.device, f"cannot be: {which}",
+            'use "sim"' if not _foreign(scenario) else 'use "cpu", "cuda" or "npu"',
+        )  # fmt: skip
+    if target.dp is not None and target.ranks % target.dp:
+        yield (
+            "target.dp", target.dp, f"does not divide target.ranks = {target.ranks}",
+            "use a divisor: every attention group has the same number of ranks",
+        )  # fmt: skip
+    if target.ranks % target.nodes:
+        yield (
+            "target.nodes", target.nodes, f"does not divide target.ranks = {target.ranks}",
+            "use a divisor: every node has the same number of ranks",
+        )  # fmt: skip
+    unknown = sorted(_asked(scenario) - set(toggles_of(target.name)))
+    for name in unknown:
+        why = (
+            "the built-in engine writes its ledger itself" if name == "probe"
+            else f"defects are modelled on the simulated device, and the target is {target.name}"
+        )  # fmt: skip
+        yield (
+            f"arms.{name}" if name in scenario.arms.varied() else f"toggles.{name}", None,
+            f"means nothing for target {target.name}: {why}", "remove it",
+        )  # fmt: skip
+
+
+def _asked(scenario: Scenario) -> set[str]:
+    return scenario.arms.varied().keys() | scenario.toggles.values().keys()
+
+
+def _faults(scenario: Scenario) -> Iterator[Finding]:
+    probed = _asked_values(scenario, "probe")
+    for number, fault in enumerate(scenario.faults):
+        key = f"faults.{number}"
+        if not _foreign(scenario):
+            yield (
+                f"{key}.name", fault.name, "cannot be carried out in the built-in engine",
+                "use target sglang or vllm, or the defect toggle",
+            )  # fmt: skip
+            continue
+        if fault.name not in OUTSIDE and "off" in probed:
+            yield (
+                f"{key}.name", fault.name, "is made by the probe, and an arm has probe off",
+                f"set toggles.probe = \"on\", or use {' or '.join(OUTSIDE)}",
+            )  # fmt: skip
+        if fault.role != "rank" and fault.ranks:
+            yield (
+                f"{key}.ranks", list(fault.ranks), f"names ranks, and the role is {fault.role}",
+                'remove it, or set role = "rank"',
+            )  # fmt: skip
+        outside = [rank for rank in fault.ranks if rank >= scenario.target.ranks]
+        if outside:
+            yield (
+                f"{key}.ranks", list(fault.ranks),
+                f"names ranks {outside}, and target.ranks is {scenario.target.ranks}",
+                f"use ranks 0 to {scenario.target.ranks - 1}",
+            )  # fmt: skip
+
+
+def _client(scenario: Scenario) -> Iterator[Finding]:
+    longest_s = scenario.watchdog.longest_s()
+    if _foreign(scenario) and scenario.client.deadline_s <= longest_s:
+        yield (
+            "client.deadline_s", scenario.client.deadline_s,
+            f"gives a request up before the watchdog is done, which takes up to {longest_s:g} s",
+            f"use more than {longest_s:g}",
         )  # fmt: skip
 
 
@@ -248,5 +331,5 @@ def _idle_expectations(scenario: Scenario) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Scenario], Iterator[Finding]], ...] = (
-    _pool, _model, _graph, _ranks, _defects, _deadlines, _jitter, _arms, _expectations,
+    _target, _faults, _client, _pool, _model, _graph, _ranks, _defects, _deadlines, _jitter, _arms, _expectations,
 )  # fmt: skip

@@ -28,14 +28,15 @@ from harness.arms import TrialPlan
 from harness.cluster import Cluster, ClusterError, ClusterOptions, ExistingCluster, LocalCluster
 from harness.controller import NEVER_BEGAN, Ended, Limits, Planned, State, TrialRun, history, latencies
 from harness.judge import HISTORY, TrialContext, journal_tokens, judge
+from harness.launch_plan import engine_spec
 from harness.live import LiveView
 from harness.process_control import ProcessId
-from harness.rank_pool import DeviceKind
-from harness.ranks import Ranks, Wanted
+from harness.ranks import Ranks
 from harness.request import RunRequest
 from harness.scenario_model import Scenario
 from harness.store import RunStore, TrialStore, safe_name, write_json
 from harness.target import RankProcess, TargetError, TrialSpec
+from harness.toggles import BUILTIN
 from harness.watchdog import WatchdogSettings
 from harness.watching import AgentWatch
 
@@ -45,6 +46,8 @@ _RANKS_S = 120.0
 """All ranks up, weights loaded."""
 _END_S = 15.0
 _POLL_S = 0.02
+_LINGER_S = 0.5
+_TESTIMONY_S = 10.0
 _CAPTURE_SLACK_S = 5.0
 _REFERENCE = {"pinned": "pageable", "symm_mem": "off", "graph": "off", "overlap": "off", "defect": "none"}
 """The undisturbed reference: nothing runs ahead, nothing is captured, nothing is retracted on purpose."""
@@ -152,10 +155,9 @@ class Session:
             return scenario.engine.step_timeout_s
         return scenario.engine.step_timeout_s + (self.request.hold_s or AgentOptions().lifetime_s)
 
-    def _wanted(self, scenario: Scenario, device: str) -> Wanted:
-        kind: DeviceKind = device  # type: ignore[assignment]  # validated by the request
-        model = scenario.model.model_dump()
-        return Wanted(scenario.target.name, scenario.target.ranks, kind, model, self.wait_s(scenario))
+    def _ensure(self, scenario: Scenario, plan: TrialPlan, ranks: Ranks) -> Sequence[RankProcess]:
+        spec = engine_spec(scenario, plan.device, plan.toggles)
+        return ranks.ensure(scenario.target.name, spec, self.wait_s(scenario))
 
     def _capture_s(self) -> float:
         return max(scenario.watchdog.capture_s for scenario in self.request.scenarios)
@@ -169,14 +171,17 @@ class Session:
         reference = reference_path(self.store.path, scenario.name, plan.seed)
         facts: dict[str, Any]
         try:
-            processes = ranks.ensure(self._wanted(scenario, plan.device))
-            if reference not in self._references:
+            processes = self._ensure(scenario, plan, ranks)
+            if reference not in self._references and not is_foreign(scenario):
                 self._reference(scenario, plan, reference, agents, ranks, view)
-                processes = () if self.interrupts.count else ranks.ensure(self._wanted(scenario, plan.device))
+                processes = () if self.interrupts.count else self._ensure(scenario, plan, ranks)
             if processes:
                 ended = self._drive(scenario, plan, store, agents, ranks, processes, view)
-                facts = history(ended, processes)
+                facts = history(ended, processes, ranks.target.others())
                 self._store_results(store, ended)
+                self._hear(scenario, store, ended, ranks, view)
+                if ended.finished and is_foreign(scenario):
+                    self._keep_as_reference(reference, plan, ended)
             else:  # nobody waits for more ranks who interrupts a reference
                 ended, facts = NEVER_BEGAN, {}
                 view.never_began(_title(plan))
@@ -224,6 +229,7 @@ class Session:
         )
         title = _title(plan)
         ledgers = {rank: Path(path) for rank, path in spec.ledger_paths.items()}
+        ledgers |= {r.rank: Path(r.ledger_path) for r in processes if r.ledger_path is not None}
         view.begin(f"{title} (reference)" if reference else title, ledgers, counts=not reference)
         store.event("started", ranks=[entry.pid for entry in processes], warm=warm)
         trial = TrialRun(spec, ranks.target, watch, limits, processes)
@@ -258,12 +264,11 @@ class Session:
         for name in ("ledger", "decisions", "evidence"):
             (folder / name).mkdir(parents=True)
         store = TrialStore(f"reference.{path.stem}", folder, self.store.path / "reference.jsonl")
-        processes = ranks.ensure(self._wanted(scenario, plan.device))
+        processes = self._ensure(scenario, plan, ranks)
         ended = self._drive(scenario, plan, store, agents, ranks, processes, view, reference=True)
         write_json(folder / HISTORY, history(ended, processes))
         if ended.finished:
-            tokens = {k: v for r in ended.progress.done.values() for k, v in r.tokens.items()}
-            write_json(path, {"requests": {k: list(v) for k, v in tokens.items()}})
+            write_json(path, {"requests": _tokens(ended)})
             view.end("done")
             shutil.rmtree(folder)
             return
@@ -273,12 +278,35 @@ class Session:
         ranks.discard(_END_S)
         view.end(f"did not finish: {why}")
 
+    def _keep_as_reference(self, path: Path, plan: TrialPlan, ended: Ended) -> None:
+        """The first finished trial of a seed is what the other arms' tokens are held against: another start of a
+        real engine, only to be undisturbed, would cost more than the trial."""
+        if path not in self._references:
+            self._references.add(path)
+            path.parent.mkdir(exist_ok=True)
+            write_json(path, {"requests": _tokens(ended), "of": plan.id})
+
+    def _hear(
+        self, scenario: Scenario, store: TrialStore, ended: Ended, ranks: Ranks, view: LiveView
+    ) -> None:
+        """What the engine itself says of the trial, after its own watchdog had its time where that was asked."""
+        target = scenario.target
+        if ended.captured and target.after_capture == "let":
+            view.line(f"captured; waiting up to {target.let_s:g} s for what the engine does by itself")
+            deadline = time.monotonic() + target.let_s
+            while time.monotonic() < deadline and not self.interrupts.count:
+                if ranks.target.linger(_LINGER_S):
+                    break
+        said = ranks.target.testimony(_TESTIMONY_S)
+        if said:
+            write_json(store.evidence / "engine.json", said)
+
     def _store_results(self, store: TrialStore, ended: Ended) -> None:
         done = ended.progress.done
         if done:
             store.write_latency(latencies(done))
         if ended.finished:
-            store.write_tokens({k: v for result in done.values() for k, v in result.tokens.items()})
+            store.write_tokens(_tokens(ended))
         else:
             store.write_tokens(journal_tokens(store.path))
 
@@ -321,7 +349,8 @@ def _spec(
     *,
     reference: bool,
 ) -> TrialSpec:
-    numbers = [entry.rank for entry in ranks]
+    # A foreign engine outlives its trials, and so do its ledgers: its ranks say where they are.
+    numbers = [] if is_foreign(scenario) else [entry.rank for entry in ranks]
     (store.path / "tokens").mkdir(exist_ok=True)
     sim = scenario.sim.model_dump()
     sim["defects"] = [] if reference else plan.to_json()["defects"]
@@ -337,14 +366,25 @@ def _spec(
         model=scenario.model.model_dump(),
         engine=engine,
         workload=scenario.workload.model_dump(),
+        client=scenario.client.model_dump(),
         sim=sim,
         jitter=jitter,
         ledger_paths={rank: str(store.ledger_path(rank)) for rank in numbers},
         decisions_paths={rank: str(store.decisions_path(rank)) for rank in numbers},
-        journal_paths={rank: str(store.path / "tokens" / f"rank{rank}.jsonl") for rank in numbers},
+        journal_paths={r.rank: str(store.path / "tokens" / f"rank{r.rank}.jsonl") for r in ranks},
         timeout_s=wait_s,
         nodes={entry.rank: entry.node for entry in ranks},
     )
+
+
+def is_foreign(scenario: Scenario) -> bool:
+    """The engine is not the built-in one."""
+    return scenario.target.name != BUILTIN
+
+
+def _tokens(ended: Ended) -> dict[str, list[int]]:
+    """Output tokens by request."""
+    return {k: list(v) for result in ended.progress.done.values() for k, v in result.tokens.items()}
 
 
 def _settings(scenario: Scenario, *, warm: bool) -> WatchdogSettings:

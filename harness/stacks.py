@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
+from harness.seats import Seat
+
 STACKS_SCHEMA = 1
 
 Place: TypeAlias = tuple[str, str]
@@ -122,10 +124,10 @@ class ThreadStack:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStacks:
-    """All threads of one process, the host thread first. ``rank`` None: a process that is no rank."""
+    """All threads of one process, the host thread first. ``rank`` is its seat; None: a process of no engine."""
 
     pid: int
-    rank: int | None
+    rank: Seat | None
     source: str
     native: bool
     threads: tuple[ThreadStack, ...]
@@ -147,7 +149,7 @@ class ProcessStacks:
             )
         return cls(
             pid=_integer(document.get("pid")),
-            rank=None if document.get("rank") is None else _integer(document["rank"]),
+            rank=_seat(document.get("rank")),
             source=str(document.get("source", "")),
             native=bool(document.get("native", False)),
             threads=host_first(
@@ -234,6 +236,10 @@ def same_place(first: ThreadStack, second: ThreadStack) -> bool:
 def _passes_through(frame: Frame) -> bool:
     """Between two waits of one call: native glue, and decorators."""
     return frame.native or _ADDRESS.match(frame.name) is not None or frame.name.endswith(".wrapper")
+
+
+def _seat(value: object) -> Seat | None:
+    return value if value is None or isinstance(value, str) else _integer(value)
 
 
 def _integer(value: object) -> int:

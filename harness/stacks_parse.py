@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 
+from harness.seats import Seat
 from harness.stacks import Frame, ProcessStacks, ThreadStack, host_first, read_thread
 
 _TEXT_PROCESS = re.compile(r"^Process (\d+):")
@@ -24,7 +25,7 @@ class StackParseError(ValueError):
     """The text holds no stack. The message says whose format was expected and how the text begins."""
 
 
-def parse_pyspy_json(text: str, *, pid: int, rank: int | None, native: bool) -> ProcessStacks:
+def parse_pyspy_json(text: str, *, pid: int, rank: Seat | None, native: bool) -> ProcessStacks:
     """``py-spy dump --json``. Raises StackParseError when it is no list of threads."""
     try:
         threads = json.loads(text)
@@ -37,7 +38,7 @@ def parse_pyspy_json(text: str, *, pid: int, rank: int | None, native: bool) -> 
 
 
 def parse_pyspy_text(
-    text: str, *, pid: int = 0, rank: int | None = None, native: bool = False
+    text: str, *, pid: int = 0, rank: Seat | None = None, native: bool = False
 ) -> ProcessStacks:
     """``py-spy dump`` for people. The text's own pid counts where it names one."""
     builder = _Threads()
@@ -54,7 +55,7 @@ def parse_pyspy_text(
     return builder.process("py-spy", "py-spy dump", text, pid=pid, rank=rank, native=native)
 
 
-def parse_faulthandler(text: str, *, pid: int, rank: int | None) -> ProcessStacks:
+def parse_faulthandler(text: str, *, pid: int, rank: Seat | None) -> ProcessStacks:
     """``faulthandler`` of Python 3.11 to 3.14. Only the newest name threads; ``<module>`` shows the main one.
 
     Of several dumps in one text the last counts: a file that every signal appends to.
@@ -106,7 +107,7 @@ class _Threads:
                 self._rows[index] = (thread_id, "MainThread", active, owns_gil, frames)
 
     def process(
-        self, source: str, expected: str, text: str, *, pid: int, rank: int | None, native: bool
+        self, source: str, expected: str, text: str, *, pid: int, rank: Seat | None, native: bool
     ) -> ProcessStacks:
         if not self._rows:
             raise _nothing(expected, text)

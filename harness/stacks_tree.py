@@ -17,14 +17,14 @@ TREE_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, order=True)
 class Member:
-    """A thread of a rank, or, with rank -1, of a process that is no rank."""
+    """A thread of a rank, or, with rank -1, of the process that ``other`` names."""
 
     rank: int
     role: str
-    pid: int = 0
+    other: str = ""
 
     def words(self) -> str:
-        return f"rank {self.rank} {self.role}" if self.rank >= 0 else f"pid {self.pid} {self.role}"
+        return f"rank {self.rank} {self.role}" if self.rank >= 0 else f"{self.other} {self.role}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,19 @@ def merge(processes: Iterable[ProcessStacks]) -> tuple[StackNode, ...]:
     root = _Building("", "")
     for process in processes:
         for thread in process.threads:
-            rank = -1 if process.rank is None else process.rank
-            member = Member(rank, thread.role, process.pid if process.rank is None else 0)
+            member = _member(process, thread)
             at = root
             for frame in reversed(thread.frames):
                 at = at.children.setdefault(frame.place, _Building(frame.name, frame.short_file()))
                 at.lines.add(frame.line)
                 at.members.add(member)
     return _children(root)
+
+
+def _member(process: ProcessStacks, thread: ThreadStack) -> Member:
+    if isinstance(process.rank, int):
+        return Member(process.rank, thread.role)
+    return Member(-1, thread.role, process.rank or f"pid {process.pid}")
 
 
 def _children(building: _Building) -> tuple[StackNode, ...]:
@@ -138,6 +143,6 @@ def groups(processes: Iterable[ProcessStacks]) -> tuple[StackGroup, ...]:
 
 def _threads_of_ranks(processes: Iterable[ProcessStacks]) -> Iterator[tuple[int, ThreadStack]]:
     for process in processes:
-        if process.rank is not None:
+        if isinstance(process.rank, int):
             for thread in process.threads:
                 yield process.rank, thread

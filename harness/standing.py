@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from harness.ledger_snapshot import Snapshot
+from harness.seats import Seat
 
 RankState: TypeAlias = Literal["running", "sleeping", "stopped", "dead", "missing"]
 Road: TypeAlias = Literal["proof", "budget"]
@@ -16,13 +17,14 @@ Reason: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """One rank at one moment. ``snapshot`` None: its ledger could not be read.
+    """One rank, or another process of the engine, at one moment. ``snapshot`` None: it has no ledger, or none that
+    could be read.
 
     ``missing`` means that no such process is found; before a rank was ever seen alive that is no finding.
     ``task_done``: the driver has the rank's answer (or its exception) for this trial.
     """
 
-    rank: int
+    rank: Seat
     snapshot: Snapshot | None
     state: RankState
     task_done: bool
@@ -43,8 +45,8 @@ class Healthy:
 
     last_progress_ns: int
     note: str = ""
-    slow: tuple[int, ...] = ()
-    unknown: tuple[int, ...] = ()
+    slow: tuple[Seat, ...] = ()
+    unknown: tuple[Seat, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Suspect:
 
     reason: Reason
     road: Road
-    ranks: tuple[int, ...]
+    ranks: tuple[Seat, ...]
     since_ns: int
     proof: tuple[str, ...]
     last_progress_ns: int
@@ -65,7 +67,7 @@ class Confirmed:
 
     reason: Reason
     road: Road
-    ranks: tuple[int, ...]
+    ranks: tuple[Seat, ...]
     since_ns: int
     confirmed_ns: int
     proof: tuple[str, ...]

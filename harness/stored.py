@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.seats import Seat, in_order, seat_of
+
 SCHEMA = 1
+_SEAT_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 Document = dict[str, Any]
 
@@ -30,12 +34,12 @@ class StoreError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoredSample:
-    """What one sample of a capture left on disk; ranks that are missing are absent from the tables."""
+    """What one sample of a capture left on disk, by seat; what is missing is absent from the tables."""
 
     index: int
-    ledgers: Mapping[int, Document]  # Snapshot.to_json() by rank
-    stacks: Mapping[int, Document]
-    native: Mapping[int, Document]
+    ledgers: Mapping[Seat, Document]  # Snapshot.to_json()
+    stacks: Mapping[Seat, Document]
+    native: Mapping[Seat, Document]
     processes: Document | None
 
 
@@ -50,16 +54,25 @@ class StoredTrial:
     manifest: Document | None  # evidence/manifest.json
     samples: tuple[StoredSample, ...]
     merged: Document | None  # evidence/merged.json
+    engine: Document | None  # evidence/engine.json: what a foreign engine said of the trial
     latency: Mapping[str, Sequence[float]]  # microseconds by hot path
     tokens: Mapping[str, Sequence[int]]  # output token ids by request
     problems: tuple[str, ...]
 
     def decision_ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(_ranks_in(self.path / "decisions", ".jsonl")))
+        return tuple(sorted(self._decision_files()))
 
     def decisions(self, rank: int) -> tuple[tuple[Document, ...], tuple[str, ...]]:
-        """All decisions of ``rank`` in order, and what was wrong with the file. Read anew at each call."""
-        return _read_lines(self.path / "decisions" / f"rank{rank}.jsonl")
+        """All decisions of ``rank`` in order, and what was wrong with the file. Read anew at each call.
+
+        An engine that outlives its trials keeps them elsewhere; then the capture has their end.
+        """
+        return _read_lines(self._decision_files().get(rank, self.path / "decisions" / f"rank{rank}.jsonl"))
+
+    def _decision_files(self) -> dict[int, Path]:
+        folders = (self.path / "evidence" / "decisions", self.path / "decisions")
+        found = {seat: path for folder in folders for seat, path in _seats_in(folder, ".jsonl").items()}
+        return {seat: path for seat, path in found.items() if isinstance(seat, int)}
 
     def events(self) -> tuple[tuple[Document, ...], tuple[str, ...]]:
         """The trial's events in order, and what was wrong with the file. Read anew at each call."""
@@ -123,19 +136,22 @@ class _Reader:
                 self.problems.append(f"{path.relative_to(self.root)}: {key}.{name} is no list of numbers")
         return good
 
-    def ranks(self, folder: Path, suffix: str) -> dict[int, Document]:
-        found = {rank: self.object(path) for rank, path in sorted(_ranks_in(folder, suffix).items())}
-        return {rank: document for rank, document in found.items() if document is not None}
+    def seats(self, folder: Path, suffix: str) -> dict[Seat, Document]:
+        paths = _seats_in(folder, suffix)
+        found = {seat: self.object(paths[seat]) for seat in in_order(paths)}
+        return {seat: document for seat, document in found.items() if document is not None}
 
 
-def _ranks_in(folder: Path, suffix: str) -> dict[int, Path]:
-    """Files ``rank<r><suffix>`` of ``folder`` by rank; other files are not ours."""
+def _seats_in(folder: Path, suffix: str) -> dict[Seat, Path]:
+    """Files ``<seat><suffix>`` of ``folder`` by seat; other files are not ours."""
     if not folder.is_dir():
         return {}
-    names = {
-        path.name.removeprefix("rank").removesuffix(suffix): path for path in folder.glob(f"rank*{suffix}")
+    names = {path.name.removesuffix(suffix): path for path in folder.glob(f"*{suffix}")}
+    return {
+        seat_of(name): path
+        for name, path in names.items()
+        if _SEAT_NAME.fullmatch(name) and (isinstance(seat_of(name), int) or not name.startswith("rank"))
     }
-    return {int(name): path for name, path in names.items() if name.isdecimal()}
 
 
 def _read_lines(path: Path) -> tuple[tuple[Document, ...], tuple[str, ...]]:
@@ -165,8 +181,8 @@ def _read_lines(path: Path) -> tuple[tuple[Document, ...], tuple[str, ...]]:
 def read_samples(evidence: Path, reader: _Reader | None = None) -> tuple[StoredSample, ...]:
     """The samples below an evidence folder, by index.
 
-    sample-<i>/ledger/rank<r>.json, sample-<i>/stacks/rank<r>.json and rank<r>.native.json,
-    sample-<i>/processes.json. Missing pieces are absent; damaged ones are the reader's problems.
+    sample-<i>/ledger/rank<r>.json, sample-<i>/stacks/rank<r>.json and rank<r>.native.json (of a process that is
+    no rank its name), sample-<i>/processes.json. Missing pieces are absent; damaged ones are the reader's problems.
     """
     reader = reader or _Reader(evidence)
     numbers = [path.name.removeprefix("sample-") for path in evidence.glob("sample-*") if path.is_dir()]
@@ -176,9 +192,9 @@ def read_samples(evidence: Path, reader: _Reader | None = None) -> tuple[StoredS
         samples.append(
             StoredSample(
                 index=index,
-                ledgers=reader.ranks(folder / "ledger", ".json"),
-                stacks=reader.ranks(folder / "stacks", ".json"),
-                native=reader.ranks(folder / "stacks", ".native.json"),
+                ledgers=reader.seats(folder / "ledger", ".json"),
+                stacks=reader.seats(folder / "stacks", ".json"),
+                native=reader.seats(folder / "stacks", ".native.json"),
                 processes=reader.object(folder / "processes.json"),
             )
         )
@@ -197,6 +213,7 @@ def read_trial(path: Path) -> StoredTrial:
         manifest=reader.object(evidence / "manifest.json"),
         samples=read_samples(evidence, reader),
         merged=reader.object(evidence / "merged.json"),
+        engine=reader.object(evidence / "engine.json"),
         latency=reader.table(path / "latency.json", "paths", (int, float)),
         tokens=reader.table(path / "tokens.json", "requests", (int,)),
         problems=tuple(reader.problems),

@@ -1,8 +1,9 @@
 """What an engine must offer to be stressed, and how engines are found by name.
 
 A target launches ranks, is driven through one trial at a time, says how far it is, and is stopped. It knows its
-engine; the harness knows none. Ranks live in a pool that the harness owns (``cluster.py``), because ending them,
-hung or stopped ones too, is the harness's affair.
+engine; the harness knows none. What it starts through Ray lives in a pool that the harness owns (``rank_pool.py``),
+because ending it, hung or stopped, is the harness's affair: the ranks themselves, or one launcher a node whose
+children they are.
 
 Engines register in the entry-point group ``hangrig.targets`` under the name that scenarios use.
 """
@@ -34,6 +35,26 @@ class RankProcess:
     device: str
     log_path: str | None = None
     faulthandler_path: str | None = None
+    ledger_path: str | None = None
+    """Where it writes its ledger for as long as it lives; None: into each trial's own directory."""
+    decisions_path: str | None = None
+    """As ``ledger_path``."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherProcess:
+    """A process of the engine that is no rank: it takes part in no collective, and may be the culprit all the
+    same. ``name`` is unique in the engine: ``server``, ``controller``, ``detokenizer``, ``engine_core``,
+    ``engine_core-1``, ``client`` (what sends the requests)."""
+
+    name: str
+    role: str
+    node: str
+    pid: int
+    start_time_ticks: int
+    log_path: str | None = None
+    ledger_path: str | None = None
+    faulthandler_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +68,7 @@ class TrialSpec:
     model: Mapping[str, Any]
     engine: Mapping[str, Any]
     workload: Mapping[str, Any]
+    client: Mapping[str, Any]
     sim: Mapping[str, Any]
     jitter: Mapping[str, Any]
     ledger_paths: Mapping[int, str]
@@ -87,18 +109,49 @@ class Progress:
     """Ranks that raised or died, with what is known of why."""
     died: Collection[int] = ()
     """Those of ``failed`` whose process is gone: they owe an answer still, and never will give one."""
+    gave_up: str = ""
+    """Why the workload cannot go on, where that is no rank's word: a client that lost its server. Empty: it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine is started with: of a scenario and one arm. Tables are those of the scenario, defaults filled
+    in; ``toggles`` holds resolved values."""
+
+    world: int
+    device: str
+    toggles: Mapping[str, str]
+    target: Mapping[str, Any]
+    model: Mapping[str, Any]
+    engine: Mapping[str, Any]
+    faults: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
     """What stays the same while ranks stay warm."""
 
-    world: int
-    device: str
-    model: Mapping[str, Any]
+    start: EngineSpec
     timeout_s: float
     scratch: Path
     """A directory on each node for files that outlive no run."""
+    tracer_pids: Mapping[str, int] = field(default_factory=dict)
+    """By node: the process that may trace the engine's processes there."""
+
+    @property
+    def world(self) -> int:
+        return self.start.world
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a target asks of the pool: how many processes, and how many accelerators each of them holds."""
+
+    processes: int
+    devices: int = 1
+    role: str = "rank"
+    spread: bool = False
+    """One process a node."""
 
 
 class RankPool(Protocol):
@@ -117,10 +170,19 @@ class RankPool(Protocol):
 class Target(Protocol):
     """An engine under test."""
 
-    def validate(self, model: Mapping[str, Any], workload: Mapping[str, Any], seeds: Sequence[int]) -> None:
+    def validate(self, spec: EngineSpec, workload: Mapping[str, Any], seeds: Sequence[int]) -> None:
         """Raises TargetError for what the user got wrong and the engine can tell before anything starts."""
 
-    def launch(self, spec: LaunchSpec, pool: RankPool) -> Sequence[RankProcess]: ...
+    def fixed(self, spec: EngineSpec) -> Mapping[str, Any]:
+        """What of ``spec`` needs a new start when it changes. Equal answers: the ranks may stay warm."""
+
+    def commands(self, spec: EngineSpec) -> Sequence[str]:
+        """The commands that start the engine, one a node, as a shell takes them; none where there is no command."""
+
+    def needs(self, spec: EngineSpec) -> Needs: ...
+
+    def launch(self, spec: LaunchSpec, pool: RankPool) -> Sequence[RankProcess]:
+        """Starts the engine, ready to serve, and returns its ranks in order. Raises TargetError or ClusterError."""
 
     def drive(self, trial: TrialSpec) -> None:
         """Starts the trial's workload and returns."""
@@ -128,6 +190,17 @@ class Target(Protocol):
     def progress(self) -> Progress: ...
 
     def processes(self) -> Sequence[RankProcess]: ...
+
+    def others(self) -> Sequence[OtherProcess]:
+        """Processes of the engine that are no ranks."""
+
+    def testimony(self, deadline_s: float) -> Mapping[str, Any]:
+        """What the engine itself said of this trial (``evidence/engine.json``), ranks hung or dead. Empty where it
+        has no voice of its own. Never raises."""
+
+    def linger(self, deadline_s: float) -> bool:
+        """After the capture of a hang, while the engine's own watchdog may act: waits until the engine is gone, or
+        for ``deadline_s``. True: it is gone, or has no watchdog to wait for."""
 
     def stop(self, deadline_s: float) -> None:
         """Asks the engine to end. What does not end is ended by the pool."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 VALUES: Mapping[str, tuple[str, ...]] = {
+    "probe": ("off", "on"),
     "pinned": ("pageable", "pinned", "pinned_sync", "pinned_snapshot"),
     "symm_mem": ("off", "on"),
     "graph": ("off", "on"),
@@ -23,7 +24,8 @@ VALUES: Mapping[str, tuple[str, ...]] = {
 }
 """Every toggle with its values, in the order of resolution: a rule may look at the toggles before its own."""
 
-DEVICES = ("sim", "cuda", "npu")
+DEVICES = ("sim", "cpu", "cuda", "npu")
+BUILTIN = "builtin"
 DEFAULT = "default"
 """What ``requested`` says where nobody asked: the platform chooses."""
 SYMM_MEM_TORCH = (2, 8)
@@ -38,6 +40,12 @@ class Facts:
     torch_version: str
     device_count: int | None = None
     hip: bool = False
+    target: str = BUILTIN
+
+    @property
+    def foreign(self) -> bool:
+        """The engine is not ours: it has defaults of its own, and no modelled defects."""
+        return self.target != BUILTIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +64,10 @@ Resolutions = Mapping[str, Resolution]
 Answer = tuple[str, str]  # resolved, why
 
 
-def gather_facts(device: str, world: int) -> Facts:
+def gather_facts(device: str, world: int, target: str = BUILTIN) -> Facts:
     """Looks at this machine, at the call. Raises ValueError for a device that does not exist.
 
-    Only versions are read for ``sim``; torch is imported for a real device, and a device without its
+    Only versions are read for ``sim`` and ``cpu``; torch is imported for a real device, and a device without its
     module counts as absent (`doctor` says why).
     """
     from importlib.metadata import PackageNotFoundError, version
@@ -70,20 +78,21 @@ def gather_facts(device: str, world: int) -> Facts:
         torch_version = version("torch")
     except PackageNotFoundError:
         torch_version = "0"
-    if device == "sim":
-        return Facts(device, world, torch_version)
+    if device in ("sim", "cpu"):
+        return Facts(device, world, torch_version, target=target)
     import torch
 
     try:
         module = torch.get_device_module(device)
     except (RuntimeError, AttributeError, ImportError):
-        return Facts(device, world, torch_version, device_count=0)
+        return Facts(device, world, torch_version, device_count=0, target=target)
     hip = device == "cuda" and torch.version.hip is not None
-    return Facts(device, world, torch_version, device_count=int(module.device_count()), hip=hip)
+    count = int(module.device_count())
+    return Facts(device, world, torch_version, device_count=count, hip=hip, target=target)
 
 
 def resolve(requested: Mapping[str, str], facts: Facts) -> dict[str, Resolution]:
-    """Every toggle, in dependency order; those not in ``requested`` are asked for as DEFAULT.
+    """Every toggle that the target has, in dependency order; those not in ``requested`` are asked for as DEFAULT.
 
     Raises ValueError for an unknown toggle or value: `scenario.py` has refused those before, with the file.
     """
@@ -93,11 +102,17 @@ def resolve(requested: Mapping[str, str], facts: Facts) -> dict[str, Resolution]
         if value not in VALUES[name]:
             raise ValueError(f"{name} = {value!r} does not exist; allowed: {', '.join(VALUES[name])}")
     done: dict[str, Resolution] = {}
-    for name in VALUES:
+    for name in toggles_of(facts.target):
         asked = requested.get(name, DEFAULT)
-        resolved, why = _RULES[name](asked, facts, done)
+        rule = _FOREIGN_RULES.get(name, _RULES[name]) if facts.foreign else _RULES[name]
+        resolved, why = rule(asked, facts, done)
         done[name] = Resolution(asked, resolved, why)
     return done
+
+
+def toggles_of(target: str) -> tuple[str, ...]:
+    """The toggles that mean something for a target, in the order of resolution."""
+    return tuple(name for name in VALUES if name != ("probe" if target == BUILTIN else "defect"))
 
 
 def _pinned(asked: str, facts: Facts, done: Resolutions) -> Answer:
@@ -161,7 +176,39 @@ def _defect(asked: str, facts: Facts, done: Resolutions) -> Answer:
     return asked, "as requested"
 
 
+def _probe(asked: str, facts: Facts, done: Resolutions) -> Answer:
+    return ("on", "hangrig sees most with it") if asked == DEFAULT else (asked, "as requested")
+
+
+def _foreign(name: str) -> Callable[[str, Facts, Resolutions], Answer]:
+    """Where nobody asks, a foreign engine keeps its own default; a CPU has neither graphs nor peers' memory."""
+
+    def rule(asked: str, facts: Facts, done: Resolutions) -> Answer:
+        if asked == DEFAULT:
+            return DEFAULT, f"the default of {facts.target}"
+        if asked == "on" and facts.device == "cpu" and name in ("graph", "symm_mem"):
+            return "off", "the device is cpu, which has none"
+        return (asked, "as requested") if name != "symm_mem" else _symm_mem(asked, facts, done)
+
+    return rule
+
+
+def _foreign_pinned(asked: str, facts: Facts, done: Resolutions) -> Answer:
+    if asked == DEFAULT:
+        return DEFAULT, f"the default of {facts.target}"
+    if facts.device == "cpu":
+        return "pageable", "the device is cpu: there is no copy to pin memory for"
+    if done["probe"].resolved == "off":
+        return DEFAULT, f"the default of {facts.target}: no flag of it sets this, and the probe is off"
+    return _pinned(asked, facts, done)
+
+
+_FOREIGN_RULES: Mapping[str, Callable[[str, Facts, Resolutions], Answer]] = {
+    "pinned": _foreign_pinned,
+    **{name: _foreign(name) for name in ("symm_mem", "graph", "overlap", "prefix_cache")},
+}
 _RULES: Mapping[str, Callable[[str, Facts, Resolutions], Answer]] = {
+    "probe": _probe,
     "pinned": _pinned,
     "symm_mem": _symm_mem,
     "graph": _graph,

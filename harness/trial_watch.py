@@ -1,5 +1,4 @@
-"""One trial as the agent of one node watches it: sample after sample into the watchdog, evidence onto the
-disk.
+"""One trial as the agent of one node watches it: sample after sample into the watchdog, evidence onto the disk.
 
 *Suspect* takes sample 0 (ledgers and plain stacks), *confirmed* takes sample 1 (native stacks too) and
 writes the manifest, synced. A suspicion that falls leaves its sample behind as evidence of slowness, under
@@ -23,6 +22,7 @@ from harness.ledger_layout import LedgerError
 from harness.ledger_reader import LedgerReader
 from harness.ledger_snapshot import Snapshot
 from harness.processes import read_process
+from harness.seats import Seat
 from harness.store import StoreError, write_json
 from harness.watchdog import Confirmed, Healthy, RankView, Sample, Suspect, Watchdog
 
@@ -39,9 +39,9 @@ class TrialWatch:
         self.trial = trial
         self.state: AgentState = "watching"
         self.reason: str | None = None
-        self.ranks: tuple[int, ...] = ()
+        self.ranks: tuple[Seat, ...] = ()
         self.proof: tuple[str, ...] = ()
-        self.slow: list[int] = []
+        self.slow: list[Seat] = []
         self.notes: list[str] = []
         self.error: str | None = None
         self.evidence: Path | None = None
@@ -49,7 +49,7 @@ class TrialWatch:
         self._busy = busy
         self._started_ns = time.monotonic_ns() if trial.started_ns is None else trial.started_ns
         self._watchdog = Watchdog(trial.watchdog, trial.world)
-        self._files = {rank.rank: _LedgerFile(rank) for rank in trial.ranks}
+        self._files = {rank.rank: _LedgerFile(rank.ledger) for rank in trial.ranks if rank.ledger is not None}
         self._reports: list[CaptureReport] = []
         self._since_ns = 0
         self._last_progress_ns = 0
@@ -111,7 +111,9 @@ class TrialWatch:
         entry = read_process(rank.process.pid, rank.process.start_time_ticks, rank.rank)
         return RankView(rank.rank, self._snapshot(rank.rank), _STATES.get(entry.state, "missing"), done)
 
-    def _snapshot(self, rank: int) -> Snapshot | None:
+    def _snapshot(self, rank: Seat) -> Snapshot | None:
+        if rank not in self._files:
+            return None
         try:
             return self._files[rank].snapshot()
         except LedgerError as error:
@@ -150,7 +152,7 @@ class TrialWatch:
         self.state = "watching"
         self._write_manifest("slow", "dissolved")
 
-    def _begin(self, reason: str, ranks: tuple[int, ...], proof: tuple[str, ...]) -> None:
+    def _begin(self, reason: str, ranks: tuple[Seat, ...], proof: tuple[str, ...]) -> None:
         """A new suspicion; what an earlier one left is put aside."""
         self.state, self.reason, self.ranks, self.proof = "suspect", reason, ranks, proof
         self._confirmed_ns = self._captured_ns = 0
@@ -238,19 +240,19 @@ class TrialWatch:
 class _LedgerFile:
     """A rank's ledger, opened when it appears and again when it is replaced."""
 
-    rank: WatchedRank
+    path: Path
     _reader: LedgerReader | None = field(default=None, init=False)
     _inode: int = field(default=0, init=False)
 
     def snapshot(self) -> Snapshot | None:
         """None before the rank has made it. Raises LedgerError for a damaged one."""
         try:
-            inode = self.rank.ledger.stat().st_ino
+            inode = self.path.stat().st_ino
         except OSError:  # not made yet; a file that vanished later is still readable through its descriptor
             return None if self._reader is None else self._reader.snapshot()
         if self._reader is None or inode != self._inode:
             self.close()
-            self._reader, self._inode = LedgerReader.open(self.rank.ledger), inode
+            self._reader, self._inode = LedgerReader.open(self.path), inode
         return self._reader.snapshot()
 
     def close(self) -> None:
@@ -267,4 +269,5 @@ def _capture_rank(rank: WatchedRank) -> CaptureRank:
         ledger_path=rank.ledger,
         faulthandler_path=rank.faulthandler,
         log_path=rank.log,
+        decisions_path=rank.decisions,
     )

@@ -21,6 +21,7 @@ from harness.budgets import WatchdogSettings
 from harness.ledger_snapshot import Snapshot
 from harness.livelock import Futility
 from harness.lost_records import LostRecord, lost_record, no_update_can_come
+from harness.seats import Seat, in_order, seat_words, seats_words
 from harness.stacks import ProcessStacks
 from harness.standing import (
     Confirmed,
@@ -45,7 +46,7 @@ __all__ = [
 class _Finding:
     reason: Reason
     road: Road
-    ranks: tuple[int, ...]
+    ranks: tuple[Seat, ...]
     proof: tuple[str, ...]
 
 
@@ -55,7 +56,7 @@ class Watchdog:
     def __init__(self, settings: WatchdogSettings, world: int) -> None:
         self._settings = settings
         self._world = world
-        self._tracks: dict[int, Track] = {}
+        self._tracks: dict[Seat, Track] = {}
         self._futility = Futility(settings)
         self._now_ns: int | None = None
         self._standing: Standing = Healthy(0)
@@ -72,25 +73,29 @@ class Watchdog:
             track = self._tracks.setdefault(view.rank, Track(self._settings, sample.taken_ns))
             track.update(view, sample.taken_ns, elapsed_s)
         self._futility.observe(
-            {view.rank: view.snapshot for view in sample.ranks if view.snapshot is not None},
+            {
+                view.rank: view.snapshot
+                for view in sample.ranks
+                if isinstance(view.rank, int) and view.snapshot is not None
+            },
             sample.taken_ns,
             elapsed_s,
         )
         self._standing = self._settle(self._find(), sample.taken_ns, elapsed_s)
         return self._standing
 
-    def budget_s(self, rank: int) -> float:
+    def budget_s(self, rank: Seat) -> float:
         """How long this rank may stand still where it stands. Raises KeyError for a rank never observed."""
         track = self._tracks[rank]
-        others = [other for number, other in self._tracks.items() if number != rank]
+        others = [other for seat, other in self._tracks.items() if seat != rank]
         budget_s = track.budget_s(left_by_others=any(track.phase in other.budgets.left for other in others))
-        sees_all = len(self._tracks) >= self._world
+        sees_all = len(self._ranks()) >= self._world
         return budget_s if sees_all else max(budget_s, self._settings.ceiling_s)
 
     def confirm(
-        self, stacks_a: Mapping[int, ProcessStacks], stacks_b: Mapping[int, ProcessStacks]
+        self, stacks_a: Mapping[Seat, ProcessStacks], stacks_b: Mapping[Seat, ProcessStacks]
     ) -> Standing:
-        """Holds a confirmation against the stacks of both samples (by rank; ranks without stacks say
+        """Holds a confirmation against the stacks of both samples (by seat; those without stacks say
         nothing).
 
         A suspect whose host stack left its place computes: the confirmation becomes a suspicion again, which
@@ -113,7 +118,10 @@ class Watchdog:
                 standing.road,
                 standing.ranks,
                 standing.since_ns,
-                (*standing.proof, f"the host stack of rank {moving[0]} left its place between the samples"),
+                (
+                    *standing.proof,
+                    f"the host stack of {seat_words(moving[0])} left its place between the samples",
+                ),
                 standing.last_progress_ns,
             )
         return self._standing
@@ -134,29 +142,31 @@ class Watchdog:
         return self._by_process() or self._by_ledgers() or self._by_budget() or self._by_livelock()
 
     def _by_process(self) -> _Finding | None:
-        gone = tuple(rank for rank, track in sorted(self._tracks.items()) if track.gone)
+        gone = tuple(rank for rank in in_order(self._tracks) if self._tracks[rank].gone)
         if gone:
             facts = tuple(
-                f"rank {rank}: its process is {self._tracks[rank].state}, and it had not ended its task"
+                f"{seat_words(rank)}: its process is {self._tracks[rank].state}, and it had not ended its task"
                 for rank in gone
             )
             return _Finding("dead", "proof", gone, facts)
         # A stopped process does not compile either: its phase grants it no patience, its usual pauses do.
         stopped = tuple(
             rank
-            for rank, track in sorted(self._tracks.items())
-            if not track.done and track.stopped_s >= min(self.budget_s(rank), track.budgets.pause_s())
+            for rank in in_order(self._tracks)
+            if not (track := self._tracks[rank]).done
+            and track.stopped_s >= min(self.budget_s(rank), track.budgets.pause_s())
         )
         if stopped:
             facts = tuple(
-                f"rank {rank}: stopped in every sample for {self._tracks[rank].stopped_s:.1f} s"
+                f"{seat_words(rank)}: stopped in every sample for {self._tracks[rank].stopped_s:.1f} s"
                 for rank in stopped
             )
             return _Finding("stopped", "proof", stopped, facts)
         return None
 
     def _by_ledgers(self) -> _Finding | None:
-        found = waits({r: t.snapshot for r, t in self._tracks.items() if t.snapshot is not None})
+        ranks = self._ranks()
+        found = waits({r: t.snapshot for r, t in ranks.items() if t.snapshot is not None})
         for wait in found:
             finding = self._never_comes(wait) or self._mismatch(wait)
             if finding is not None:
@@ -177,7 +187,7 @@ class Watchdog:
         else:
             return None
         facts = (
-            f"{_ranks(wait.waiting)} in {wait.operation} {wait.sequence} of group {wait.group}",
+            f"{seats_words(wait.waiting)} in {wait.operation} {wait.sequence} of group {wait.group}",
             *(f"rank {rank} never entered it and {why}" for rank in absent),
         )
         return _Finding("collective", "proof", wait.waiting, facts)
@@ -212,9 +222,9 @@ class Watchdog:
 
     def _lost_record(self, found: tuple[Wait, ...]) -> _Finding | None:
         """A replay is short of a record, and every host of the trial waits for what only it can bring."""
-        owing = {rank: track for rank, track in sorted(self._tracks.items()) if not track.excused}
+        owing = {rank: track for rank, track in sorted(self._ranks().items()) if not track.excused}
         snapshots = {rank: track.snapshot for rank, track in owing.items() if track.snapshot is not None}
-        if len(self._tracks) < self._world or len(snapshots) < len(owing):
+        if len(self._ranks()) < self._world or len(snapshots) < len(owing):
             return None
         if any(wait.operation.startswith(GRAPH_PREFIX) and wait.missing for wait in found):
             return None  # the replay may stand for want of that member
@@ -238,15 +248,15 @@ class Watchdog:
         }
         over = {rank for rank, track in active.items() if track.still_s > self.budget_s(rank)}
         if over and over == active.keys():
-            return self._stalled(tuple(sorted(over)))
+            return self._stalled(tuple(in_order(over)))
         # While its peers move, a rank alone may lawfully have nothing to do for long.
         peers_move = any(track.still_s < self._settings.floor_s for track in active.values())
-        alone = tuple(r for r in sorted(over) if active[r].still_s > self._settings.ceiling_s)
+        alone = tuple(r for r in in_order(over) if active[r].still_s > self._settings.ceiling_s)
         return self._stalled(alone) if alone and peers_move else None
 
-    def _stalled(self, ranks: tuple[int, ...]) -> _Finding:
+    def _stalled(self, ranks: tuple[Seat, ...]) -> _Finding:
         facts = tuple(
-            f"rank {rank}: nothing moved for {self._tracks[rank].still_s:.1f} s in phase "
+            f"{seat_words(rank)}: nothing moved for {self._tracks[rank].still_s:.1f} s in phase "
             f"{self._tracks[rank].phase!r}, whose budget is {self.budget_s(rank):.1f} s"
             for rank in ranks
         )
@@ -288,21 +298,21 @@ class Watchdog:
     def _healthy(self, before: Standing) -> Healthy:
         last_ns = max((track.moved_ns for track in self._tracks.values()), default=0)
         unknown = tuple(
-            rank for rank, track in sorted(self._tracks.items()) if track.snapshot is None and not track.done
+            rank for rank, track in sorted(self._ranks().items()) if track.snapshot is None and not track.done
         )
         if isinstance(before, Healthy):
             return Healthy(last_ns, unknown=unknown)
-        note = f"{_ranks(before.ranks)} went on after a suspicion ({before.reason}): slow, not hung"
+        note = f"{seats_words(before.ranks)} went on after a suspicion ({before.reason}): slow, not hung"
         return Healthy(last_ns, note=note, slow=before.ranks, unknown=unknown)
+
+    def _ranks(self) -> dict[int, Track]:
+        """Without the engine's other processes, which are in no collective."""
+        return {seat: track for seat, track in self._tracks.items() if isinstance(seat, int)}
 
     def _last_progress_ns(self, finding: _Finding) -> int:
         if finding.reason == "livelock":
             return self._futility.last_token_ns
         return max(self._tracks[rank].moved_ns for rank in finding.ranks)
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _lost_facts(rank: int, lost: LostRecord) -> tuple[str, ...]:

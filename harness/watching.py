@@ -6,13 +6,14 @@ Not here: what agents do (``agent.py``, ``trial_watch.py``) and how they are rea
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness.agent_files import AgentTrial
-from harness.agents import Agents, AgentStatus, watched
+from harness.agents import Agents, AgentStatus, watched, watched_other
 from harness.controller import WatchView
-from harness.target import RankProcess, TrialSpec
+from harness.seats import Seat, seats_words
+from harness.target import OtherProcess, RankProcess, TrialSpec
 from harness.watchdog import WatchdogSettings
 
 
@@ -25,13 +26,17 @@ class AgentWatch:
         self._evidence = evidence
         self._notes: tuple[str, ...] = ()
 
-    def begin(self, trial: TrialSpec, ranks: Sequence[RankProcess]) -> None:
-        placement: Mapping[int, str] = {entry.rank: entry.node for entry in ranks}
+    def begin(self, trial: TrialSpec, ranks: Sequence[RankProcess], others: Sequence[OtherProcess]) -> None:
+        placement: dict[Seat, str] = {entry.rank: entry.node for entry in ranks}
+        placement |= {entry.name: entry.node for entry in others}
         self._agents.begin_trial(
             AgentTrial(
                 id=trial.id,
                 world=len(ranks),
-                ranks=tuple(watched(entry, Path(trial.ledger_paths[entry.rank])) for entry in ranks),
+                ranks=(
+                    *(watched(entry, _ledger(trial, entry)) for entry in ranks),
+                    *(watched_other(entry) for entry in others),
+                ),
                 evidence=self._evidence,
                 started_ns=time.monotonic_ns(),
                 watchdog=self._settings,
@@ -63,4 +68,10 @@ def _suspicion(view: AgentStatus) -> str | None:
     status = view.status
     if status is None or status.state not in ("suspect", "capturing"):
         return None
-    return f"{status.reason} (ranks {', '.join(map(str, status.ranks)) or '?'})"
+    return f"{status.reason} ({seats_words(status.ranks) or 'ranks ?'})"
+
+
+def _ledger(trial: TrialSpec, process: RankProcess) -> Path | None:
+    """A rank's ledger of this trial; of an engine without one, none."""
+    path = trial.ledger_paths.get(process.rank)
+    return None if path is None else Path(path)

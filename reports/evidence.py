@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from harness.seats import in_order
 from harness.store import StoredTrial
 from reports import fields
 from reports.diagnosis import read_missing
@@ -63,9 +64,10 @@ class ExternalRow:
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
-    """One rank in the last sample that has its ledger. ``process`` is the state of its process."""
+    """One rank, or another process of the engine by name, in the last sample that has its ledger. ``process`` is
+    the state of its process. No streams: it has none, or never used one."""
 
-    rank: int
+    rank: int | str
     node: str
     process: str
     culprit: bool
@@ -96,6 +98,11 @@ class HangView:
     ranks: tuple[RankRows, ...]
     stacks: tuple[StackNode, ...]
     missing: tuple[Missing, ...]
+
+    @property
+    def others(self) -> bool:
+        """Some of the rows are of processes that are no ranks."""
+        return any(isinstance(row.rank, str) for row in self.ranks)
 
     @property
     def lost_records(self) -> int:
@@ -143,18 +150,21 @@ def group_hangs(stored: Mapping[str, StoredTrial], result: Result) -> tuple[Hang
 
 
 def rank_rows(stored: StoredTrial, trial: TrialResult) -> tuple[RankRows, ...]:
-    """Every rank that any sample saw, from the last sample that has its ledger."""
-    snapshots: dict[int, Document] = {}
-    processes: dict[int, str] = {}
+    """Every rank, and then every other process, that any sample saw, from the last sample that has its ledger."""
+    snapshots: dict[int | str, Document] = {}
+    processes: dict[int | str, str] = {}
     for sample in stored.samples:
-        snapshots.update(sample.ledgers)
+        snapshots |= sample.ledgers
         for row in fields.rows(sample.processes or {}, "ranks"):
             rank = fields.optional_integer(row, "rank")
-            if rank is not None:
+            seat = fields.optional_text(row, "name") if rank is None else rank
+            if seat is not None:
                 end = fields.optional_text(row, "exit")
-                processes[rank] = fields.text(row, "state", "unknown") + (f", {end}" if end else "")
+                processes[seat] = fields.text(row, "state", "unknown") + (f", {end}" if end else "")
     diagnosis = trial.diagnosis
-    guilty = {culprit.rank for culprit in diagnosis.culprits} if diagnosis else set()
+    guilty: set[int | str] = set()
+    for culprit in diagnosis.culprits if diagnosis else ():
+        guilty.add(culprit.role if culprit.rank is None else culprit.rank)
     stream = diagnosis.stream if diagnosis else None
     return tuple(
         _rank(
@@ -164,17 +174,18 @@ def rank_rows(stored: StoredTrial, trial: TrialResult) -> tuple[RankRows, ...]:
             rank in guilty,
             stream if rank in guilty else None,
         )
-        for rank in sorted(snapshots.keys() | processes.keys())
+        for rank in in_order(snapshots.keys() | processes.keys())
     )
 
 
-def _rank(rank: int, snapshot: Document, process: str, culprit: bool, suspect: str | None) -> RankRows:
+def _rank(rank: int | str, snapshot: Document, process: str, culprit: bool, suspect: str | None) -> RankRows:
     taken_ns = fields.number(snapshot, "taken_ns")
     host = fields.table(snapshot, "host")
     streams = fields.table(snapshot, "streams")
     order = [name for name in STREAM_ORDER if name in streams]
     order += sorted(name for name in streams if name not in STREAM_ORDER)
     groups = fields.table(snapshot, "groups")
+    rows = tuple(_stream(name, fields.table(streams, name), taken_ns, name == suspect) for name in order)
     return RankRows(
         rank=rank,
         node=fields.text(fields.table(snapshot, "header"), "node", "unknown"),
@@ -183,9 +194,7 @@ def _rank(rank: int, snapshot: Document, process: str, culprit: bool, suspect: s
         phase=fields.text(host, "phase", "unknown"),
         step=fields.optional_integer(host, "step"),
         since_s=_age_s(taken_ns, fields.number(host, "since_ns")),
-        streams=tuple(
-            _stream(name, fields.table(streams, name), taken_ns, name == suspect) for name in order
-        ),
+        streams=rows if any(row.enqueued for row in rows) else (),
         groups=tuple(_group(name, fields.table(groups, name)) for name in sorted(groups)),
         external=tuple(
             _external(row)

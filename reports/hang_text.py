@@ -48,6 +48,8 @@ def diagnosis_lines(trial: TrialResult) -> list[str]:
     lines += [f"proof: {fact.fact}" for fact in found.proof[:3]]
     if len(found.proof) > 3:
         lines.append(f"and {count(len(found.proof) - 3, 'more fact')} in the report")
+    if trial.engine is not None:
+        lines.append(trial.engine.sentence(found.last_progress_s, found.captured_s))
     if found.missing_evidence:
         lines.append(f"missing evidence: {listing([item.what for item in found.missing_evidence])}")
     return lines

@@ -19,6 +19,7 @@ from markupsafe import Markup
 from harness.store import StoredRun
 from reports import words
 from reports.charts import Chart, distribution
+from reports.engine import bypassing
 from reports.evidence import group_hangs, members_text
 from reports.model import Result, TrialResult
 
@@ -71,6 +72,8 @@ def render(result: Result, stored: StoredRun) -> str:
             versions=flatten(result.versions),
             machine=flatten(result.machine),
             link=_Links(stored),
+            bypass=bypassing([trial.engine for trial in result.trials if trial.engine is not None]),
+            engine_commands=list(dict.fromkeys(t.engine.command for t in result.trials if t.engine)),
         )
     )
 

@@ -59,6 +59,13 @@ def render(result: Result) -> str:
         lines += [*table(head, map(_arm, scenario.arms)), ""]
     lines += _hangs(result)
     lines += _checks(result)
+    if result.engine_notes:
+        lines += [
+            "## About the probe in the engine",
+            "",
+            *(f"- {escape(x)}" for x in result.engine_notes),
+            "",
+        ]
     if result.never_run:
         lines += ["## Planned, never run", "", *(f"- {code(trial)}" for trial in result.never_run), ""]
     if result.problems:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from reports.engine import EngineVoice
 from reports.statistics import Observation, Percentiles, Rate
 from reports.words import arm_name
 
@@ -142,6 +143,8 @@ class TrialResult:
     diagnosis: Diagnosis | None
     problems: tuple[str, ...]
     latency_us: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    engine: EngineVoice | None = None
+    """What a foreign engine said; None for the built-in one."""
 
     @property
     def stopped(self) -> bool:
@@ -263,6 +266,8 @@ class Result:
     signatures: tuple[SignatureResult, ...]
     never_run: tuple[str, ...]
     problems: tuple[str, ...]
+    engine_notes: tuple[str, ...] = ()
+    """What must be known of the probe in a foreign engine."""
 
     @property
     def arms(self) -> tuple[ArmResult, ...]:
@@ -289,4 +294,5 @@ class Result:
             "signatures": [signature.to_json() for signature in self.signatures],
             "never_run": list(self.never_run),
             "problems": list(self.problems),
+            "engine_notes": list(self.engine_notes),
         }

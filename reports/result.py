@@ -14,6 +14,7 @@ from typing import Any
 from harness.store import StoredRun, StoredTrial
 from reports import fields, verdicts
 from reports.diagnosis import read_diagnosis
+from reports.engine import notes, read_engine
 from reports.fields import Document
 from reports.model import (
     ArmResult,
@@ -78,7 +79,17 @@ def build(stored: StoredRun, *, allow_skip: bool = False) -> Result:
         signatures=_signatures(run, [trial for arm in arms.values() for trial in arm.trials]),
         never_run=never_run,
         problems=(*problems, *_trial_problems(stored)),
+        engine_notes=_engine_notes(run, [trial for arm in arms.values() for trial in arm.trials]),
     )
+
+
+def _engine_notes(run: Document, trials: Sequence[TrialResult]) -> tuple[str, ...]:
+    voices = [trial.engine for trial in trials if trial.engine is not None]
+    on_cpu = voices and fields.text(run, "device") == "cpu"
+    caution = [
+        "a real engine on a CPU: its hangs are real, its latencies are no evidence about an accelerator"
+    ]
+    return (*(caution if on_cpu else ()), *notes(voices))
 
 
 def _is_simulation(run: Document) -> bool:
@@ -184,6 +195,7 @@ def read_trial(stored: StoredTrial, run: str, planned: _Planned | None = None) -
         diagnosis=None if stored.diagnosis is None else read_diagnosis(stored.diagnosis),
         problems=stored.problems,
         latency_us=latency,
+        engine=None if stored.engine is None else read_engine(stored.engine),
     )
 
 

@@ -55,6 +55,8 @@ def show(result: Result, stream: IO[str]) -> None:
         console.print(Text(f"never ran: {printable(trial)}", style="yellow"))
     for problem in result.problems:
         console.print(Text(f"problem: {printable(problem)}", style="yellow"))
+    for note in result.engine_notes:
+        console.print(Text(f"note: {printable(note)}", style="yellow"))
     if result.simulation:
         console.print(Text(f"Simulation. {printable(result.simulation_note)}", style="yellow"))
     verdict = Text(result.verdict.upper(), style=_STYLES[result.verdict])

@@ -1,4 +1,4 @@
-"""The shape of a DeepSeek-V2 model: its fields, two presets, and reading them from a `config.json`.
+"""The shape of a DeepSeek-V2 model: its fields, three presets, and reading them from a `config.json`.
 
 Here: what the numbers of a model are and whether they make sense together. Not here: tensors (``weights.py``)
 and arithmetic (``deepseek_v2.py``, ``attention.py``, ``rope.py``).
@@ -212,6 +212,38 @@ TINY = ModelConfig(
 )
 """For tests and the simulation: the whole structure of DeepSeek-V2 in 0.2 million parameters."""
 
+SMALL = ModelConfig(
+    vocab_size=1024,
+    hidden_size=128,
+    intermediate_size=256,
+    moe_intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    n_shared_experts=1,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    kv_lora_rank=512,
+    q_lora_rank=None,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    first_k_dense_replace=1,
+    max_position_embeddings=4096,
+    n_group=1,
+    topk_group=1,
+    rope_scaling=YarnScaling(
+        factor=2.0,
+        original_max_position_embeddings=2048,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        mscale=0.707,
+        mscale_all_dim=0.707,
+    ),
+    bos_token_id=1,
+    eos_token_id=(2,),
+)
+"""DeepSeek-V2's own head sizes, which the kernels of sglang and vllm want, and little of anything else."""
+
 LITE = ModelConfig(
     vocab_size=102400,
     hidden_size=2048,
@@ -244,7 +276,7 @@ LITE = ModelConfig(
 )
 """DeepSeek-V2-Lite, from the published config.json: 15.7 billion parameters."""
 
-PRESETS: Mapping[str, ModelConfig] = MappingProxyType({"tiny": TINY, "lite": LITE})
+PRESETS: Mapping[str, ModelConfig] = MappingProxyType({"tiny": TINY, "small": SMALL, "lite": LITE})
 
 
 def preset(name: str) -> ModelConfig:

@@ -366,6 +366,7 @@ class Trials:
             id=name,
             seed=seed,
             workload={**self.workload, **tables.pop("workload", {})},
+            client={},
             **{table: {**values, **tables.pop(table, {})} for table, values in BASE.items()},
             ledger_paths=paths("ledger"),
             decisions_paths=paths("decisions"),

@@ -279,7 +279,7 @@ def test_missing_ledgers_and_logs_are_named(tmp_path: Path, children: Children) 
     nowhere = replace(child.target, ledger_path=tmp_path / "none.ledger", log_path=tmp_path / "none.txt")
     why = lacks(take(tmp_path, Child(child.process, nowhere)))
     assert "none.ledger: expected a ledger" in why["ledger of rank 0"]
-    assert "No such file" in why["log of rank 0"]
+    assert "No such file" in why["logs/rank0.txt"]
 
 
 def test_log_tails_are_bounded_and_begin_with_a_line(tmp_path: Path) -> None:

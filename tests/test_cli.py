@@ -111,7 +111,7 @@ def test_no_command_is_promised_that_does_not_work() -> None:
         (["run", "dp-retract", "--set", "workload.request=3"], "did you mean workload.requests"),
         (["run", "dp-retract", "--set", "sim.copy_gbps=1", "--device", "npu"], "simulated device"),
         (["run", "dp-retract", "dp-retract"], "two scenarios are named dp-retract"),
-        (["run", "dp-retract", "--device", "tpu"], "allowed: sim, cuda, npu"),
+        (["run", "dp-retract", "--device", "tpu"], "allowed: sim, cpu, cuda, npu"),
         (["run", "dp-retract", "--trials", "0"], "--trials"),
         (["run", "dp-retract", "--seed", "-1"], "--seed"),
         (["run", "dp-retract", "--on-hang", "keep"], "hold=30m"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +23,21 @@ from harness.controller import (
     history,
     latencies,
 )
-from harness.target import LaunchSpec, Progress, RankPool, RankProcess, RankResult, TrialSpec
+from harness.target import (
+    EngineSpec,
+    LaunchSpec,
+    Needs,
+    OtherProcess,
+    Progress,
+    RankPool,
+    RankProcess,
+    RankResult,
+    TrialSpec,
+)
 
 RANKS = tuple(RankProcess(rank, "rank", "here", 100 + rank, 1, f"sim:{rank}") for rank in (0, 1))
-SPEC = TrialSpec("t", 1, {}, {}, {}, {}, {}, {}, {}, {}, {}, 60.0)
+SPEC = TrialSpec("t", 1, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, 60.0)
+OTHERS = (OtherProcess("controller", "controller", "here", 99, 1),)
 LIMITS = Limits(trial_s=1000.0, capture_s=1000.0)
 NOW = Limits(trial_s=-1.0, capture_s=-1.0)
 """Everything is late at once."""
@@ -38,9 +50,16 @@ class Target:
     at: Progress = field(default_factory=Progress)
     driven: list[str] = field(default_factory=list)
 
-    def validate(
-        self, model: Mapping[str, Any], workload: Mapping[str, Any], seeds: Sequence[int]
-    ) -> None: ...
+    def validate(self, spec: EngineSpec, workload: Mapping[str, Any], seeds: Sequence[int]) -> None: ...
+
+    def fixed(self, spec: EngineSpec) -> Mapping[str, Any]:
+        return {}
+
+    def commands(self, spec: EngineSpec) -> Sequence[str]:
+        return ()
+
+    def needs(self, spec: EngineSpec) -> Needs:
+        return Needs(spec.world)
 
     def launch(self, spec: LaunchSpec, pool: RankPool) -> Sequence[RankProcess]:
         return RANKS
@@ -54,6 +73,15 @@ class Target:
     def processes(self) -> Sequence[RankProcess]:
         return RANKS
 
+    def others(self) -> Sequence[OtherProcess]:
+        return OTHERS
+
+    def testimony(self, deadline_s: float) -> Mapping[str, Any]:
+        return {}
+
+    def linger(self, deadline_s: float) -> bool:
+        return True
+
     def stop(self, deadline_s: float) -> None: ...
 
 
@@ -64,8 +92,8 @@ class Watch:
     view: WatchView = field(default_factory=WatchView)
     told: list[Any] = field(default_factory=list)
 
-    def begin(self, trial: TrialSpec, ranks: Sequence[RankProcess]) -> None:
-        self.told.append(("begin", [rank.rank for rank in ranks]))
+    def begin(self, trial: TrialSpec, ranks: Sequence[RankProcess], others: Sequence[OtherProcess]) -> None:
+        self.told.append(("begin", [rank.rank for rank in ranks], [other.name for other in others]))
 
     def mark_done(self, rank: int) -> None:
         self.told.append(("done", rank))
@@ -130,7 +158,7 @@ CAPTURED = WatchView(captured=True, notes=("rank 1 was slow once",))
 def test_a_planned_trial_is_watched_before_it_is_driven(bench: Bench) -> None:
     state = bench.step(Planned())
     assert isinstance(state, Running)
-    assert bench.watch.told == [("begin", [0, 1])] and bench.target.driven == ["t"]
+    assert bench.watch.told == [("begin", [0, 1], ["controller"])] and bench.target.driven == ["t"]
 
 
 def test_a_running_trial_shows_the_suspicion_and_goes_on(bench: Bench) -> None:
@@ -266,7 +294,9 @@ def test_the_history_adds_up_what_the_ranks_brought() -> None:
     assert stored["leaks"] == ["rank 1: 3 pages"] and stored["nbytes"] == {"step": 8}
     assert stored["finish"] == {"r0": "length", "r1": "length"}
     assert stored["done"] == [0, 1] and stored["failed"] == {} and stored["died"] == []
-    assert stored["ranks"][1] == {"rank": 1, "role": "rank", "node": "here", "pid": 101}
+    assert stored["ranks"][1] == {
+        "rank": 1, "role": "rank", "node": "here", "pid": 101, "device": "sim:1"
+    }  # fmt: skip
 
 
 def test_the_history_tells_who_died_from_who_raised() -> None:
@@ -289,3 +319,19 @@ def running() -> Running:
 
 def failing() -> Failing:
     return Failing(controller.time.monotonic(), controller.time.monotonic(), Progress())
+
+
+def test_a_client_that_lost_its_server_gives_the_agents_time_and_then_asks_for_a_capture(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = Progress(gave_up="connection refused")
+    failing = bench.step(Running(time.monotonic()), at=lost)
+    assert isinstance(failing, Failing)
+    monkeypatch.setattr(controller, "_FAILED_GRACE_S", -1.0)
+    asked = bench.step(failing, at=lost)
+    assert isinstance(asked, Capturing) and "connection refused" in asked.reason
+    ended = bench.step(asked, at=lost, view=WatchView(captured=True))
+    assert isinstance(ended, Ended) and not ended.finished
+    stored = history(ended, RANKS, OTHERS)
+    assert stored["gave_up"] == "connection refused" and stored["failed"] == {}
+    assert stored["others"] == [{"name": "controller", "role": "controller", "node": "here", "pid": 99}]

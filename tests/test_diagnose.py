@@ -480,6 +480,59 @@ def test_a_rank_that_left_one_out_seems_to_bring_another() -> None:
     assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-skipped", [1])
 
 
+STEP = ("agree", "all_reduce", "all_reduce", "all_reduce", "all_gather")
+
+
+def stepping(rank: int, last: tuple[str, ...], *, whole: int = 4) -> Rank:
+    """Whole steps that all look alike, then one that ends where the rank stands."""
+    made = Rank(rank, phase="forward", step=whole + 1)
+    group = made.groups["tp"] = Group((0, 1))
+    for step in range(1, whole + 2):
+        counts = {"tp": group.enqueued}
+        made.decisions.append({"step": step, "mode": "decode", "tokens": [4, 4], "collectives": counts})
+        if step <= whole:
+            group.round(*STEP)
+    group.round(*last[:-1])
+    group.enter(last[-1])
+    return made
+
+
+def test_one_of_several_equal_collectives_left_out_is_seen_by_the_pattern_of_the_steps() -> None:
+    """Two all-reduces of one size, then the third: rank 1 left one out and came to the all-gather early. By the
+    last two collectives alone, both ranks would seem to follow an earlier round."""
+    ranks = [stepping(0, STEP[:4]), stepping(1, (*STEP[:3], STEP[4]))]
+    found = diagnose(evidence(ranks))
+    assert (found.kind, found.mechanism, blamed(found)) == ("hang", "collective-skipped", [1])
+    assert (
+        "collective 4 of group tp in its step 5 (number 24) is all_gather (4,) float32, where whole steps that "
+        "began alike went on with all_reduce (4,) float32: it left one out" in facts(found)
+    )
+    assert found.collective is not None and found.collective.group == "tp"
+
+
+def test_gloo_kills_the_innocent_rank_first_and_the_one_that_skipped_is_blamed() -> None:
+    ranks = [stepping(0, STEP[:4]), stepping(1, (*STEP[:3], STEP[4]))]
+    gone = set_rank(evidence(ranks, deaths={0: 1.0, 1: 1.4}), 0, state="dead")
+    gone = set_rank(gone, 1, state="dead", exception="RuntimeError: Connection reset by peer")
+    found = diagnose(gone)
+    assert (found.kind, found.mechanism, blamed(found)) == ("dead", "collective-skipped", [1])
+
+
+def test_a_step_unlike_all_others_is_a_mismatch_and_no_skip() -> None:
+    ranks = [stepping(0, STEP[:4]), stepping(1, (*STEP[:3], "barrier"))]
+    found = diagnose(evidence(ranks))
+    assert (found.mechanism, blamed(found)) == ("collective-mismatch", [1])
+
+
+def test_idle_rounds_after_a_step_are_no_deviation() -> None:
+    from harness.diagnosis_case import Case
+    from harness.diagnosis_steps import left_the_pattern
+
+    rank = stepping(0, (*STEP, "all_gather", "all_gather"))
+    peer = stepping(1, (*STEP, "all_gather", "all_gather", "all_gather"))
+    assert left_the_pattern(Case.of(evidence([rank, peer])), "tp") == ()
+
+
 def test_equal_collectives_that_move_are_healthy() -> None:
     ranks = two()
     for rank in ranks:
@@ -777,3 +830,28 @@ def _only_optional_gone(full: Evidence, reduced: Evidence) -> bool:
         )
         for one, other in zip(full.samples, reduced.samples, strict=True)
     )
+
+
+def test_the_first_to_die_is_blamed_also_where_the_engine_ended_the_rest() -> None:
+    found = set_rank(evidence(two(), deaths={"server": 3.0, 1: 1.0, 0: 1.3}), 0, state="dead")
+    found = set_rank(found, 1, state="dead")
+    with_server = replace(
+        found,
+        samples=tuple(
+            replace(sample, others={"server": RankEvidence(state="dead", pid=9, role="server")})
+            for sample in found.samples
+        ),
+    )
+    told = diagnose(with_server)
+    assert (told.kind, told.mechanism, blamed(told)) == ("dead", "rank-dead", [1])
+    assert "server: its process (pid 9) is gone since 3.00 s" in facts(told)
+
+
+def test_a_stopped_process_that_is_no_rank_is_named_by_its_role() -> None:
+    found = evidence(two())
+    stopped = RankEvidence(state="T", pid=77, node="node-a", role="controller")
+    told = diagnose(
+        replace(found, samples=tuple(replace(s, others={"controller": stopped}) for s in found.samples))
+    )
+    assert (told.kind, told.mechanism) == ("stopped", "rank-stopped")
+    assert [(c.rank, c.role, c.pid) for c in told.culprits] == [(None, "controller", 77)]

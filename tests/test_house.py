@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from harness.scenario import list_scenarios
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("harness", "serving", "reports")
@@ -71,11 +74,26 @@ def test_the_catalogue_names_every_scenario_and_no_other() -> None:
     assert set(re.findall(r"\]\(([\w-]+\.toml)\)", text)) == files
 
 
-def test_stress_sim_runs_every_scenario() -> None:
+def test_stress_sim_runs_every_scenario_of_the_built_in_engine() -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = re.search(r"^SCENARIOS := (.*)$", makefile, re.MULTILINE)
     assert named is not None
-    assert set(named[1].split()) == {path.stem for path in (ROOT / "scenarios").glob("*.toml")}
+    own = {scenario.name for scenario in list_scenarios() if scenario.target.name == "builtin"}
+    assert set(named[1].split()) == own
+
+
+def test_the_probe_needs_nothing_but_the_ledger_and_torch() -> None:
+    """It is put on an engine's path, where nothing of hangrig's is installed."""
+    allowed = {*sys.stdlib_module_names, "torch", "sglang", "vllm"}
+    found = set()
+    for path in (ROOT / "serving" / "probe" / "hangrig_probe").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                found.add(node.module or "")
+    foreign = {name for name in found if name.partition(".")[0] not in allowed}
+    assert foreign and {name for name in foreign if not name.startswith("harness.ledger")} == set()
 
 
 def test_the_constraints_pin_torch_and_the_package_does_not() -> None:

@@ -225,7 +225,7 @@ def test_without_the_device_everything_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, allowed: tuple[str, ...], status: int
 ) -> None:
     gather = run_room.gather_facts
-    monkeypatch.setattr(run_room, "gather_facts", lambda name, ranks: without_device(gather(name, ranks)))
+    monkeypatch.setattr(run_room, "gather_facts", lambda *asked: without_device(gather(*asked)))
     arguments = ["run", "dp-pinned-hang", "--device", device, "--trials", "1", "--out", str(tmp_path)]
     done = call(*arguments, "--json", *allowed)
     report = json.loads(done.stdout)

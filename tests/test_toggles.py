@@ -21,12 +21,15 @@ def answer(toggle: str, value: str, where: Facts, **others: str) -> tuple[str, s
     return found.resolved, found.why
 
 
-def test_every_answer_is_allowed_and_has_a_reason() -> None:
+@pytest.mark.parametrize("target", ["builtin", "sglang"])
+def test_every_answer_is_allowed_and_has_a_reason(target: str) -> None:
     for device, world, torch in product(DEVICES, (1, 2), ("2.7.1", "2.13.0")):
         for toggle, values in VALUES.items():
             for value in values:
-                for name, found in resolve({toggle: value}, facts(device, world, torch)).items():
-                    assert found.resolved in VALUES[name]
+                there = facts(device, world, torch, target=target)
+                for name, found in resolve({toggle: value}, there).items():
+                    allowed = VALUES[name] if target == "builtin" else (*VALUES[name], DEFAULT)
+                    assert found.resolved in allowed
                     assert found.why
                     assert found.requested in (*VALUES[name], DEFAULT)
 
@@ -82,7 +85,7 @@ def test_graphs_on_hip_are_refused() -> None:
 
 
 def test_unknown_toggles_and_values_are_refused() -> None:
-    with pytest.raises(ValueError, match="'pin' does not exist; allowed: pinned"):
+    with pytest.raises(ValueError, match="'pin' does not exist; allowed: probe, pinned"):
         resolve({"pin": "on"}, facts())
     with pytest.raises(ValueError, match="pageable"):
         resolve({"pinned": "on"}, facts())
@@ -112,3 +115,34 @@ def test_scenario_files_know_the_same_values() -> None:
 )
 def test_torch_release(text: str, release: tuple[int, int]) -> None:
     assert torch_release(text) == release
+
+
+def test_each_target_has_its_own_toggles() -> None:
+    assert "probe" not in resolve({}, facts()) and "defect" in resolve({}, facts())
+    foreign = resolve({}, facts("cpu", target="vllm"))
+    assert "defect" not in foreign
+    assert {name: found.resolved for name, found in foreign.items()} == {
+        "probe": "on", "pinned": DEFAULT, "symm_mem": DEFAULT, "graph": DEFAULT, "overlap": DEFAULT,
+        "prefix_cache": DEFAULT,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("toggle", "value", "where", "others", "resolved", "reason"),
+    [
+        ("pinned", "pinned", facts("cpu", target="sglang"), {}, "pageable", "cpu"),
+        ("pinned", "pinned", facts("cuda", target="sglang"), {"probe": "off"}, DEFAULT, "probe is off"),
+        ("pinned", "pinned_sync", facts("cuda", target="sglang"), {}, "pinned_sync", "as requested"),
+        ("pinned", "pinned", facts("npu", target="sglang"), {}, "pinned", "observed"),
+        ("graph", "on", facts("cpu", target="sglang"), {}, "off", "cpu"),
+        ("graph", "on", facts("npu", target="sglang"), {}, "on", "as requested"),
+        ("symm_mem", "on", facts("cpu", target="sglang"), {}, "off", "cpu"),
+        ("symm_mem", "on", facts("npu", target="sglang"), {}, "off", "CUDA or HIP"),
+        ("overlap", "off", facts("cpu", target="sglang"), {}, "off", "as requested"),
+    ],
+)
+def test_toggles_of_a_foreign_engine(
+    toggle: str, value: str, where: Facts, others: dict[str, str], resolved: str, reason: str
+) -> None:
+    got, why = answer(toggle, value, where, **others)
+    assert got == resolved and reason in why

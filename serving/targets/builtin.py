@@ -11,7 +11,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.target import LaunchSpec, Progress, RankPool, RankProcess, TargetError, TrialSpec
+from harness.target import (
+    EngineSpec,
+    LaunchSpec,
+    Needs,
+    OtherProcess,
+    Progress,
+    RankPool,
+    RankProcess,
+    TargetError,
+    TrialSpec,
+)
 
 _RANK_CLASS = "serving.targets.builtin_rank:RankActor"
 
@@ -24,18 +34,29 @@ class BuiltinTarget:
         self._processes: tuple[RankProcess, ...] = ()
         self._shared: Path | None = None
 
-    def validate(self, model: Mapping[str, Any], workload: Mapping[str, Any], seeds: Sequence[int]) -> None:
+    def validate(self, spec: EngineSpec, workload: Mapping[str, Any], seeds: Sequence[int]) -> None:
         """Reads the model's config and the headers of its files, no tensor, and makes the requests."""
         from serving.targets.builtin_check import problem  # torch: only where there is something to check
 
-        found = problem(model, workload, seeds)
+        found = problem(spec.model, workload, seeds)
         if found is not None:
             raise TargetError(found)
 
+    def fixed(self, spec: EngineSpec) -> Mapping[str, Any]:
+        """The weights; toggles and the scheduler's settings are new with every trial."""
+        return spec.model
+
+    def commands(self, spec: EngineSpec) -> Sequence[str]:
+        return ()
+
+    def needs(self, spec: EngineSpec) -> Needs:
+        return Needs(processes=spec.world)
+
     def launch(self, spec: LaunchSpec, pool: RankPool) -> Sequence[RankProcess]:
         """Starts all ranks. Raises TargetError for a device that the engine cannot use."""
-        if spec.device != "sim":
-            raise TargetError(f"the built-in engine does not run on {spec.device!r} yet; use --device sim")
+        device = spec.start.device
+        if device != "sim":
+            raise TargetError(f"the built-in engine does not run on {device!r} yet; use --device sim")
         shared = spec.scratch / f"group-{secrets.token_hex(4)}"
         shared.mkdir(parents=True)
         self._processes = tuple(
@@ -45,8 +66,8 @@ class BuiltinTarget:
                     {
                         "rank": rank,
                         "world": spec.world,
-                        "device": spec.device,
-                        "model": dict(spec.model),
+                        "device": device,
+                        "model": dict(spec.start.model),
                         "rendezvous": f"file://{shared / 'rendezvous'}",
                         "shared": str(shared),
                         "timeout_s": spec.timeout_s,
@@ -68,6 +89,16 @@ class BuiltinTarget:
 
     def processes(self) -> Sequence[RankProcess]:
         return self._processes
+
+    def others(self) -> Sequence[OtherProcess]:
+        return ()
+
+    def testimony(self, deadline_s: float) -> Mapping[str, Any]:
+        """None of its own: everything it says is in ledgers, decisions and tokens."""
+        return {}
+
+    def linger(self, deadline_s: float) -> bool:
+        return True
 
     def stop(self, deadline_s: float) -> None:
         """The ranks have nothing to save: the pool ends them. Removes the files they shared."""

@@ -1,0 +1,3 @@
+"""Everything of ``common``, as there."""
+
+from .common import *  # noqa: F403
