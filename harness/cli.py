@@ -381,7 +381,7 @@ def watch_command(
     """The watchdog on a server that hangrig did not start. 0 healthy, 1 not healthy, 3 cannot tell."""
     if once and timeout is not None:
         raise typer.BadParameter("give either --once or --timeout")
-    from harness.watch_command import WatchError, request_of, run_watch
+    from harness.watch.command import WatchError, request_of, run_watch
 
     timeout_s = None if timeout is None else parse_duration_s(timeout)
     request = request_of(tuple(pids), once=once, timeout_s=timeout_s, out=out, metrics=metrics)

@@ -20,7 +20,6 @@ blamed by exclusion is blamed only when everyone else is known.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from harness.diagnosis_case import Case, View
@@ -99,7 +98,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         collective=cause.collective,
         proof=(*cause.facts, *extra),
         confidence=cause.confidence,
-        signature=_signature(cause),
+        signature=cause.signature,
         times=evidence.times,
         missing_evidence=case.missing(),
         simulation=evidence.device_is_simulation,
@@ -108,13 +107,6 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 
 def _culprit(view: View) -> Culprit:
     return Culprit(view.rank if view.rank >= 0 else None, view.role, view.node, view.pid, view.device)
-
-
-def _signature(cause: Cause) -> str:
-    """Equal for the same defect under other seeds, pids, steps and ranks."""
-    family = cause.family.split()[0] if cause.family.split() else ""
-    parts = (cause.kind, cause.mechanism, cause.stream or "", family, cause.group, cause.phase)
-    return "/".join(re.sub(r"[\d]+", "", part).strip(" .-_") or "-" for part in parts)
 
 
 # Processes -----------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class View:
     ledger_path: str
     stacks: ProcessStacks | None
     earlier_stacks: ProcessStacks | None
+    native: ProcessStacks | None
     stacks_path: str
     condition: Condition
     condition_path: str
@@ -326,6 +327,7 @@ def _view(evidence: Evidence, seat: Seat) -> View:
         earlier=ledgers[0][1] if len(ledgers) > 1 else None,
         ledger_path=f"{_folder(evidence, ledgers[-1][0])}/ledger/{stem}.json" if ledgers else folder,
         stacks=stacks[-1][1] if stacks else None,
+        native=next((one.native for _, one in reversed(found) if one.native is not None), None),
         earlier_stacks=stacks[0][1] if len(stacks) > 1 else None,
         stacks_path=f"{_folder(evidence, stacks[-1][0])}/stacks/{stem}.json" if stacks else folder,
         condition=condition,

@@ -6,6 +6,7 @@ Paths in ``Fact.evidence`` are relative to the trial's directory, laid out as th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -245,3 +246,10 @@ class Cause:
     family: str = ""
     group: str = ""
     phase: str = ""
+
+    @property
+    def signature(self) -> str:
+        """Equal for the same defect under other seeds, pids, steps and ranks."""
+        family = self.family.split()[0] if self.family.split() else ""
+        parts = (self.kind, self.mechanism, self.stream or "", family, self.group, self.phase)
+        return "/".join(re.sub(r"[\d]+", "", part).strip(" .-_") or "-" for part in parts)

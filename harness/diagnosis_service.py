@@ -95,6 +95,7 @@ def _seats(case: Case) -> list[SeatStacks]:
             pid=view.pid,
             before=view.earlier_stacks,
             after=view.stacks,
+            native=view.native,
             stopped_twice=view.stopped_twice,
             died_s=view.died_s,
             exit=view.exit,

@@ -10,7 +10,6 @@ Ledgers, where there are any, are read by ``diagnose.py``; what a stack means is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -173,12 +172,6 @@ def stack_cause(
         )
         cause = cause if complete else replace(cause, confidence="suspected")
     return replace(cause, facts=(*(stalled or ()), *cause.facts))
-
-
-def signature(cause: Cause) -> str:
-    """Equal for the same defect under other pids and ranks; as ``diagnose.py`` makes it."""
-    parts = (cause.kind, cause.mechanism, cause.stream or "", cause.family, cause.group, cause.phase)
-    return "/".join(re.sub(r"[\d]+", "", part).strip(" .-_") or "-" for part in parts)
 
 
 # Processes ------------------------------------------------------------------------------------------------

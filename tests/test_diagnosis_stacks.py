@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.diagnosis_model import Cause, Fact
-from harness.diagnosis_stacks import SeatStacks, signature, stack_cause
+from harness.diagnosis_stacks import SeatStacks, stack_cause
 from harness.seats import Seat
 from harness.stacks import Frame, ProcessStacks, ThreadStack
 from harness.stacks_parse import parse_pyspy_json
@@ -202,7 +202,7 @@ def test_a_process_that_brings_work_sleeps_while_the_ranks_are_idle(role: str) -
     seats = [standing(0, DEQUEUE), standing(1, DEQUEUE), standing(role, OWN, role, kernel="clock_nanosleep")]
     cause = stack_cause(seats, stalled=STALLED)
     assert brief(cause) == ("hang", "host-blocked", (role,), "supported")
-    assert signature(cause) == f"hang/host-blocked/host/take/-/{role}"
+    assert cause.signature == f"hang/host-blocked/host/take/-/{role}"
 
 
 def test_of_two_that_are_held_up_the_rank_is_nearer() -> None:
@@ -300,4 +300,4 @@ def test_all_ranks_moving_is_slow_at_most() -> None:
 def test_signatures_are_equal_over_ranks_and_pids() -> None:
     one = stack_cause([standing(0, ALL_REDUCE), standing(1, OWN, kernel="futex")], stalled=STALLED)
     other = stack_cause([standing(1, ALL_REDUCE), standing(0, OWN, kernel="futex")], stalled=STALLED)
-    assert signature(one) == signature(other) == "hang/host-blocked/host/take/-/-"
+    assert one.signature == other.signature == "hang/host-blocked/host/take/-/-"

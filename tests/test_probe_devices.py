@@ -117,7 +117,10 @@ def test_a_beat_is_done_when_its_events_have_passed(tmp_path: Path) -> None:
         made.streams.beat("decode")
         made.streams.beat("decode")
         assert [event.stream for event in module.events] == ["current", "the comm stream"] * 2
-        module.events[0].passed = module.events[2].passed = True  # Both of compute, none of comm.
+        module.events[2].passed = True  # Later on the same stream, so what it says is not believed yet.
+        made.streams.look()
+        assert ledger(tmp_path).streams["compute"].completed == 0
+        module.events[0].passed = True  # Now both of compute have, and none of comm.
         made.streams.look()
         snapshot = ledger(tmp_path)
         assert [
@@ -235,6 +238,8 @@ def test_pinned_sync_synchronises_and_pinned_snapshot_copies_first(tmp_path: Pat
     moved, _ = source.to("cuda", non_blocking=True)
     assert moved is not source
     assert moved.copied == [source]
+    source.copy_(device, non_blocking=True)
+    assert source.copied == [device]
     assert module.stream.synchronized == 0
 
 
@@ -273,14 +278,24 @@ def test_the_override_answers_and_counts_who_asks(
 
 def test_who_bypasses_the_override_is_listed(tmp_path: Path) -> None:
     made, _, tensors = _on_device(tmp_path, "pageable")
-    tensors().pin_memory()
-    for _ in range(2):
-        tensors("cuda").copy_(tensors("cpu", True), non_blocking=True)
-    tensors("cuda").copy_(tensors(), non_blocking=True)
+    device, pinned, pageable = tensors("cuda"), tensors("cpu", True), tensors()
+
+    def pins() -> None:
+        pageable.pin_memory()
+
+    def copies(source: Any) -> None:
+        device.copy_(source, non_blocking=True)
+
+    def obeys() -> None:
+        device.copy_(pageable, non_blocking=True)
+
+    pins()
+    copies(pinned)
+    copies(pinned)
+    obeys()
     made.status.write()
-    sites = status(tmp_path)["bypass"]
-    assert len(sites) == 2
-    assert all("test_probe_devices.py:" in site for site in sites)
+    lines = [int(site.rpartition(":")[2]) for site in status(tmp_path)["bypass"]]
+    assert lines == [function.__code__.co_firstlineno + 1 for function in (pins, copies)]
 
 
 def test_a_replay_counts_what_its_capture_saw(tmp_path: Path) -> None:

@@ -343,8 +343,8 @@ def test_the_detokenizer_is_parked_between_messages(rig: Rig) -> None:
 def test_the_server_lists_what_does_not_ask_and_its_controller_has_the_probe(rig: Rig, version: str) -> None:
     script = rig.folder / "serve.py"
     script.write_text(
-        "from sglang.srt.entrypoints.engine import launch\n"
-        "if __name__ == '__main__':\n    raise SystemExit(launch(['x', 'y']))\n"
+        "from sglang.launch_server import run_server\n"
+        "if __name__ == '__main__':\n    raise SystemExit(run_server(['x', 'y']))\n"
     )
     said = rig.run(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')", version)
     assert said.split() == ["handled", "x", "y"]

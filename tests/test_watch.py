@@ -22,11 +22,11 @@ from harness.cli import app
 from harness.process_control import ProcessId, identify
 from harness.process_tree import Member
 from harness.stacks import ProcessStacks
-from harness.watch import WatchError, WatchRequest, WatchResult, watch
-from harness.watch_command import request_of, run_watch
-from harness.watch_looks import WatchSettings
-from harness.watch_sources import Deaths, access_problem
-from harness.watch_text import document, text
+from harness.watch.command import request_of, run_watch
+from harness.watch.looks import WatchSettings
+from harness.watch.run import WatchError, WatchRequest, WatchResult, watch
+from harness.watch.sources import Deaths, access_problem
+from harness.watch.text import document, text
 
 QUICK = WatchSettings(stall_s=3.0, quiet_s=1.5, stopped_s=1.0)
 LONG_S = 60.0
@@ -127,7 +127,7 @@ def test_what_to_do_when_a_process_may_not_be_looked_into() -> None:
         # Root may look into everything, so a child gives its rights up and asks about us.
         code = (
             "import os, sys; sys.path.insert(0, sys.argv[2]);"
-            "from harness.watch_sources import access_problem; from harness.process_tree import read_tree;"
+            "from harness.watch.sources import access_problem; from harness.process_tree import read_tree;"
             "members = read_tree(int(sys.argv[1])).members[:1]; os.setgid(65534); os.setuid(65534);"
             "print(access_problem(members))"
         )

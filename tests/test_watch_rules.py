@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from harness.activity import Activity
 from harness.seats import Seat
-from harness.server_metrics import HealthState, Traffic
 from harness.stacks import Frame, ProcessStacks, ThreadStack
-from harness.watch_looks import Look, Opinion, SeatLook, SeatState, WatchSettings
-from harness.watch_rules import Judge, judge_once
+from harness.watch.activity import Activity
+from harness.watch.looks import Look, Opinion, SeatLook, SeatState, WatchSettings
+from harness.watch.metrics import HealthState, Traffic
+from harness.watch.rules import Judge, judge_once
 
 GLOO = "site-packages/torch/distributed/distributed_c10d.py"
 SCHEDULER = "site-packages/sglang/srt/managers/scheduler.py"

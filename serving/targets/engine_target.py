@@ -383,7 +383,18 @@ def _together(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         whole["log"] = [*whole["log"], *part["log"]]
         processes = [*whole["probe"]["processes"], *part["probe"]["processes"]]
         whole["probe"] = {**whole["probe"], "processes": processes}
+    whole["faults"] = [_made(fault, whole["probe"]["processes"]) for fault in whole["faults"]]
     return whole
+
+
+def _made(fault: Mapping[str, Any], statuses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A fault that the launcher found due, as the probe that made it says: where, and what it did."""
+    for status in statuses:
+        for made in status.get("faults", ()):
+            if fault["seat"] is None and made.get("index") == fault["index"]:
+                what = f"{made.get('what')}, in step {made.get('step')}"
+                return {**fault, "seat": status.get("seat"), "what": what}
+    return dict(fault)
 
 
 def _quoted(word: str) -> str:

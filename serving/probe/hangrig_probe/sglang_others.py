@@ -13,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 from time import monotonic_ns
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .sglang_sites import ungated
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 CONTROLLER = "sglang.srt.managers.data_parallel_controller"
 DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
+ENGINE = "sglang.srt.entrypoints.engine"
+"""The server's side, which starts the others."""
 BEAT_NS = 1_000_000
 """The controller polls its socket without a pause; it says once a millisecond that it is alive."""
 
@@ -99,14 +102,17 @@ class Server:
     def install(self) -> None:
         self._probe.take_seat("server", role="server", device="cpu")
         self._without_ledger()
+        # Plugins are loaded before most of the engine is imported.
+        self._probe.patches.when_imported(ENGINE, self._engine_imported)
+        threading.Thread(target=self._look_for_sites, name="hangrig-sites", daemon=True).start()
+
+    def _engine_imported(self, _: ModuleType) -> None:
         if not loads_plugins(CONTROLLER, "run_data_parallel_controller_process"):
             self._probe.patches.replace(
-                "sglang.srt.entrypoints.engine:run_data_parallel_controller_process",
-                lambda _: controller_process,
+                f"{ENGINE}:run_data_parallel_controller_process", lambda _: controller_process
             )
         if not loads_plugins(DETOKENIZER, "run_detokenizer_process"):
             self._probe.status.hook(DETOKENIZER, "missing: this version loads no plugins in the detokenizer")
-        threading.Thread(target=self._look_for_sites, name="hangrig-sites", daemon=True).start()
 
     def _without_ledger(self) -> None:
         """Nothing here would ever write it, and a ledger that stands still speaks of a process that does."""
@@ -131,9 +137,9 @@ def left_by(probe: Probe, error: Exception) -> None:
     probe.status.exception(error)
 
 
-def loads_plugins(module: str, function: str) -> bool:
+def loads_plugins(module: str, entry: str) -> bool:
     """Whether a process entry loads plugins itself (0.5.20's controller and detokenizer do not)."""
-    code = getattr(getattr(sys.modules.get(module), function, None), "__code__", None)
+    code = getattr(getattr(sys.modules.get(module), entry, None), "__code__", None)
     return code is None or "load_plugins" in code.co_names
 
 

@@ -7,11 +7,9 @@ from typing import Any
 
 from sglang.srt.managers import detokenizer_manager  # noqa: F401
 from sglang.srt.managers.data_parallel_controller import run_data_parallel_controller_process
-from sglang.srt.plugins import load_plugins
 
 
 def launch(messages: list[Any]) -> int | None:
-    load_plugins()
     process = multiprocessing.get_context("spawn").Process(
         target=run_data_parallel_controller_process, args=(messages,)
     )

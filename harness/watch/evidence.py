@@ -18,16 +18,16 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from harness.activity import Activity, busy_share, wakes_per_s
 from harness.capture import CaptureRank, CaptureReport, CaptureRequest, capture
 from harness.diagnosis_model import Culprit, Diagnosis, Fact, Missing, Times
-from harness.diagnosis_stacks import Condition, SeatStacks, signature, stack_cause
+from harness.diagnosis_stacks import Condition, SeatStacks, stack_cause
 from harness.process_tree import Tree
 from harness.processes import ProcessEntry, read_process
 from harness.seats import Seat, seat_stem
 from harness.store import StoreError, write_json
-from harness.watch_looks import Look, Opinion
-from harness.watch_sources import Sources, watched_role
+from harness.watch.activity import Activity, busy_share, wakes_per_s
+from harness.watch.looks import Look, Opinion
+from harness.watch.sources import Sources, watched_role
 
 CAPTURE_S = 10.0
 _BY_PROCESSES = frozenset({"dead", "stopped", "missing"})
@@ -210,7 +210,7 @@ def diagnose_watch(
         collective=cause.collective,
         proof=cause.facts,
         confidence=cause.confidence,
-        signature=signature(cause),
+        signature=cause.signature,
         times=times,
         missing_evidence=tuple(missing),
         simulation=False,

@@ -2,8 +2,8 @@
 
 One watch, top to bottom: find the processes, look at them once a second (cheap reads of ``/proc``, metrics,
 health), take stacks when nothing else says that the engine moves, and when a stall is sure take two samples and
-diagnose them. The engine is never signalled and only asked what any client may ask. Rules are ``watch_rules.py``'s,
-words ``watch_text.py``'s.
+diagnose them. The engine is never signalled and only asked what any client may ask. Rules are ``rules.py``'s,
+words ``text.py``'s.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from harness.diagnosis_model import Diagnosis, Times
 from harness.process_control import ProcessId
 from harness.process_tree import Member, Tree, read_tree
 from harness.seats import Seat
-from harness.server_metrics import Traffic
 from harness.stack_places import Doing
 from harness.stacks import ProcessStacks
 from harness.store import StoreError, write_json
-from harness.watch_evidence import Evidence, capture_ranks, diagnose_watch, make_folder
-from harness.watch_looks import Look, Opinion, SeatState, WatchSettings
-from harness.watch_rules import Judge, judge_once
-from harness.watch_sources import MEND, Deaths, Sources, access_problem, state_of
+from harness.watch.evidence import Evidence, capture_ranks, diagnose_watch, make_folder
+from harness.watch.looks import Look, Opinion, SeatState, WatchSettings
+from harness.watch.metrics import Traffic
+from harness.watch.rules import Judge, judge_once
+from harness.watch.sources import MEND, Deaths, Sources, access_problem, state_of
 
 Verdict: TypeAlias = Literal["healthy", "not healthy", "cannot tell"]
 EXITS: Mapping[Verdict, int] = {"healthy": 0, "not healthy": 1, "cannot tell": 3}

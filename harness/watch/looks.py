@@ -1,6 +1,6 @@
 """What is seen of a running engine from outside, look by look, and what is remembered of each process. Pure.
 
-Values and one process's own condition; what they mean together is ``watch_rules.py``, where they come from
+Values and one process's own condition; what they mean together is ``rules.py``, where they come from
 ``watch.py``.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from harness.activity import Activity, busy_share, wakes_per_s
 from harness.diagnosis_stacks import BUSY_SHARE, TURNS_PER_S
 from harness.seats import Seat
-from harness.server_metrics import HealthState, Traffic
 from harness.stack_places import Doing, doing
 from harness.stacks import ProcessStacks
+from harness.watch.activity import Activity, busy_share, wakes_per_s
+from harness.watch.metrics import HealthState, Traffic
 
 Standing: TypeAlias = Literal["well", "unsure", "suspect", "stalled"]
 SeatState: TypeAlias = Literal["alive", "stopped", "dead"]

@@ -1,7 +1,7 @@
 """Where a watch gets its looks from: the processes of a tree, their deaths, the server's metrics and health.
 
 Reading only; nothing here stops, signals or changes a process. Stacks are ``capture.py``'s, what a look means is
-``watch_rules.py``'s.
+``rules.py``'s.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.activity import Activity, read_activity
 from harness.capture import PY_SPY
 from harness.process_control import ProcessId, alive, find
 from harness.process_tree import Member, Tree
 from harness.seats import Seat
-from harness.server_metrics import Answer, HealthCheck, Traffic, base_url, get, read_metrics
 from harness.stacks import ProcessStacks
-from harness.watch_looks import Look, SeatLook, SeatState
+from harness.watch.activity import Activity, read_activity
+from harness.watch.looks import Look, SeatLook, SeatState
+from harness.watch.metrics import Answer, HealthCheck, Traffic, base_url, get, read_metrics
 
 _METRICS_S = 2.0
 _PROBING_S = 1.0

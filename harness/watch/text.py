@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.diagnosis_model import Diagnosis
 from harness.seats import seat_words
-from harness.watch import SeatFinding, WatchResult
+from harness.watch.run import SeatFinding, WatchResult
 
 _VERDICTS = {"healthy": "HEALTHY", "not healthy": "NOT HEALTHY", "cannot tell": "CANNOT TELL"}
 _WIDTH = 14

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from harness.activity import Activity, busy_share, read_activity, wakes_per_s
 from harness.process_control import identify
-from harness.server_metrics import HealthCheck, base_url, get, listening, read_metrics
+from harness.watch.activity import Activity, busy_share, read_activity, wakes_per_s
+from harness.watch.metrics import HealthCheck, base_url, get, listening, read_metrics
 
 WAIT_S = 30.0
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from harness.seats import Seat, seat_words, seats_words
-from harness.server_metrics import Traffic
 from harness.stack_places import HELD, WAITING, Doing
-from harness.watch_looks import Look, Opinion, SeatLook, Standing, Track, WatchSettings
+from harness.watch.looks import Look, Opinion, SeatLook, Standing, Track, WatchSettings
+from harness.watch.metrics import Traffic
 
 __all__ = ["Judge", "Look", "Opinion", "SeatLook", "WatchSettings", "judge_once"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.store import write_json
-from harness.watch import WatchError, WatchRequest, WatchResult, watch
-from harness.watch_text import document, text
+from harness.watch.run import WatchError, WatchRequest, WatchResult, watch
+from harness.watch.text import document, text
 
 
 def run_watch(request: WatchRequest, tell: Callable[[str], None]) -> tuple[dict[str, Any], str, int]:
