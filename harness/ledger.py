@@ -309,6 +309,19 @@ class LedgerWriter:
         details = self._details[what] = packed[_COLLECTIVE_NUMBERS.size :]
         return details
 
+    def collective_enter(self, group: int, operation: str, shape: Sequence[int], dtype: str) -> int:
+        """One collective was enqueued and entered in the same moment, by the thread that carries it out: as
+        ``collective_enqueue`` and ``collective_start`` after it, in one write. Host thread."""
+        state = self._groups[group]
+        last = state.enqueued + 1
+        state.enqueued = state.started = last
+        what = (operation, dtype, *shape)
+        details = self._details.get(what)
+        if details is None:
+            details = self._keep_details(what, operation, shape, dtype)
+        state.enqueue.write(_COLLECTIVE_NUMBERS.pack(last, layout.ENTERED | 1, _now_ns()) + details)
+        return last
+
     def collective_start(self, group: int, sequence: int) -> None:
         """The executing thread entered collective ``sequence``."""
         state = self._groups[group]

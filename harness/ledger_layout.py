@@ -43,7 +43,8 @@ external.name E    2      host        name text 48
 external.record E  4      update      records u64, overtaken u64, first overtaken u64 (0 = never)
 external.waits     4      compute     one u64 per event, from event 0 to the highest used
 group.register G   2      host        ranks u16 (how many), 256 of u16, name text 48
-group.enqueue G    64     host        last sequence u64, how many u32, time ns u64, operation text 32,
+group.enqueue G    64     host        last sequence u64, how many u32 (with bit 31: it was entered at once,
+                                      and has no start in the log), time ns u64, operation text 32,
                                       dtype text 16, dimensions u8, 8 sizes i64
 group.log G        128    executing   kind u8 (0 start, 1 complete), first u64, last u64, time ns u64,
                                       highest started u64, all completed up to u64
@@ -60,7 +61,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MAGIC = b"HANGRIG\n"
-VERSION = 1
+VERSION = 2
 STREAMS = ("compute", "copy", "comm", "update")
 EXTERNAL_EVENTS = 128
 GROUPS = 32
@@ -89,6 +90,8 @@ COMPLETE = struct.Struct("<QQ")
 EXTERNAL_NAME = struct.Struct(f"<{NAME_BYTES + 1}p")
 EXTERNAL_RECORD = struct.Struct("<QQQ")
 REGISTER = struct.Struct(f"<H{GROUP_RANKS}H{NAME_BYTES + 1}p")
+ENTERED = 1 << 31
+"""In the count of a collective: it was entered when it was enqueued, so no start follows."""
 COLLECTIVE = struct.Struct(f"<QIQ33p17pB{SHAPE_DIMENSIONS}q")
 GROUP_LOG = struct.Struct("<BQQQQQ")
 STARTED, COMPLETED = 0, 1

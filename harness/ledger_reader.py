@@ -214,10 +214,14 @@ class LedgerReader:
             else:
                 for sequence in range(max(first, oldest), last + 1):
                     completed_ns.setdefault(sequence, at_ns)  # the log is in order: the earliest counts
-        enqueued = 0
+        enqueued = entered = 0
         recent: list[CollectiveRecord] = []
         for _, payload in sorted(enqueues.payloads.items()):
             enqueued, count, at_ns, operation, dtype, dimensions, *sizes = layout.COLLECTIVE.unpack(payload)
+            if count & layout.ENTERED:
+                count &= ~layout.ENTERED
+                entered = enqueued
+                started_ns.setdefault(enqueued, at_ns)
             for sequence in range(max(enqueued - count, enqueued - RECENT_COLLECTIVES) + 1, enqueued + 1):
                 recent.append(
                     CollectiveRecord(
@@ -234,7 +238,7 @@ class LedgerReader:
             name=unpack_text(rest[-1]),
             ranks=tuple(rest[:size]),
             enqueued=enqueued,
-            started=started,
+            started=max(started, entered),
             completed=all_completed,
             recent=tuple(recent[-RECENT_COLLECTIVES:]),
         )

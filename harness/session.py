@@ -198,7 +198,8 @@ class Session:
         write_json(store.path / HISTORY, facts)
         if ended.captured:
             self._hold(facts, view)
-        if not ended.finished or facts.get("leaks"):
+        # A fault happens once in a process: where it was not met, the next trial needs another.
+        if not ended.finished or facts.get("leaks") or scenario.faults:
             left = ranks.discard(_END_S)
             pids = ", ".join(str(entry.pid) for entry in left)
             self._dirty = f"processes {pids} of an earlier trial would not die" if left else None

@@ -27,7 +27,7 @@ from harness.ledger import LedgerReader, LedgerWriter
 from harness.process_control import ProcessId
 from harness.rank_pool import PoolOptions, RankPool
 from harness.target import EngineSpec, LaunchSpec, OtherProcess, Progress, RankProcess, TargetError, TrialSpec
-from serving.targets import engine_results, engine_target, engine_tree
+from serving.targets import engine_results, engine_tree
 from serving.targets.engine_client import Outcome
 from serving.targets.engine_metrics import Metrics
 from serving.targets.engine_results import Mark, Trial
@@ -493,20 +493,3 @@ def test_steps_are_counted_from_ledger_and_decisions(tmp_path: Path) -> None:
         file.write('{"mode": "decode", "st')  # cut
     assert engine_results.decode_steps(decisions, before) == 2
     assert engine_results.decode_steps(tmp_path / "none", before) == 0
-
-
-def test_two_nodes_say_one_testimony() -> None:
-    def part(node: int, at_s: float) -> dict[str, Any]:
-        line = {"at_s": at_s, "source": "log", "text": f"of node {node}"}
-        return {
-            "schema": 1, "said": [line], "deaths": [{"seat": node, "at_s": at_s}], "faults": [node],
-            "exceptions": {str(node): "x"}, "log": [f"log {node}"], "requests": {"sent": node},
-            "probe": {"on": True, "processes": [{"seat": node}]},
-        }  # fmt: skip
-
-    whole = engine_target._together([part(0, 2.0), part(1, 1.0)])
-    assert [line["text"] for line in whole["said"]] == ["of node 1", "of node 0"]
-    assert [death["seat"] for death in whole["deaths"]] == [1, 0]
-    assert whole["requests"] == {"sent": 0}
-    assert whole["exceptions"] == {"0": "x", "1": "x"}
-    assert [status["seat"] for status in whole["probe"]["processes"]] == [0, 1]

@@ -28,7 +28,7 @@ from harness.ledger import (
 def test_header_names_the_process(tmp_path: Path) -> None:
     header = read(make(tmp_path)).header
     assert (header.version, header.rank, header.world, header.node, header.device) == (
-        1,
+        2,
         0,
         2,
         "node-a",
@@ -98,6 +98,20 @@ def test_collectives(tmp_path: Path) -> None:
     ]
     assert [c.started_ns is not None for c in state.recent] == [True, True, False, False]
     assert [c.completed_ns is not None for c in state.recent] == [True, False, False, False]
+
+
+def test_a_collective_that_is_entered_at_once_has_its_start_in_the_same_write(tmp_path: Path) -> None:
+    writer = make(tmp_path)
+    group = writer.group("tp", (0, 1))
+    first = writer.collective_enter(group, "all_reduce", (4, 64), "float32")
+    writer.collective_complete(group, first)
+    writer.collective_enter(group, "broadcast", (1,), "int64")
+    state = read(writer).groups["tp"]
+    assert (state.enqueued, state.started, state.completed) == (2, 2, 1)
+    done, inside = state.recent
+    assert (done.sequence, done.operation, done.shape, done.dtype) == (1, "all_reduce", (4, 64), "float32")
+    assert done.started_ns == done.enqueued_ns and (done.completed_ns or 0) >= done.enqueued_ns
+    assert inside.started_ns == inside.enqueued_ns and inside.completed_ns is None
 
 
 def test_a_completed_replay_completes_its_captured_collectives(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 TROUBLES = (
     "watchdog", "timeout", "timed out", "traceback", "exception", "error", "fatal", "killed", "sigkill", "sigquit",
     "sigabrt", "sigterm", "enforcenotmet", "no available shared memory", "out of memory", "died", " dead",
-    "core dumped", "address already in use",
+    "core dumped", "already in use",
 )  # fmt: skip
 """Words of trouble in the log of any engine, in lower case."""
-PORT_TAKEN = ("address already in use", "errno 98", "eaddrinuse")
+PORT_TAKEN = ("already in use", "errno 98", "eaddrinuse")
 _KEPT_LINES = 200
 _LINE_CHARACTERS = 500
 _READ_BYTES = 1 << 20

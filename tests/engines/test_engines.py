@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from harness.store import load_schema, read_run
+from reports.engine import read_engine
 from tests.engines import environments
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
@@ -133,7 +134,7 @@ def test_a_rank_that_was_stopped_or_killed_is_named(
     ("engine", "what", "kinds", "mechanism"),
     [
         ("sglang", "skipped", ("dead",), "collective-skipped"),
-        ("sglang", "idle-raise", ("dead", "hang"), "collective-skipped"),
+        ("sglang", "idle-raise", ("dead",), "collective-skipped"),
         ("sglang", "clock", ("dead",), "decision-divergence"),
         ("vllm", "skipped", ("dead", "hang"), "collective-skipped"),
     ],
@@ -159,7 +160,7 @@ def test_a_blocked_process_that_is_no_rank_is_named_by_its_role(
 def test_every_trial_has_the_engine_s_own_words_and_its_command(shown: Shown, engine: str) -> None:
     import jsonschema
 
-    assert len(shown.trials) == (10 if engine == "sglang" else 8)
+    assert len(shown.trials) == (11 if engine == "sglang" else 9)
     for (scenario, probe), trial in shown.trials.items():
         said = shown.file(scenario, "evidence/engine.json", probe)
         jsonschema.validate(said, load_schema("engine"))
@@ -168,6 +169,21 @@ def test_every_trial_has_the_engine_s_own_words_and_its_command(shown: Shown, en
         assert [p["errors"] for p in said["probe"]["processes"] if p["errors"]] == []
         if trial["outcome"] != "healthy":
             assert said["faults"], f"{scenario}: its fault was not made"
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_an_engine_that_was_let_alone_speaks_long_after_we_have_the_evidence(
+    shown: Shown, engine: str
+) -> None:
+    """SGLang's watchdog fires (set to 30 s) and names the rank that waits; vLLM says that it waits, after 60 s."""
+    found = expect(shown, f"{engine}-watchdog", "stopped", "rank-stopped", [1])
+    voice = read_engine(shown.file(f"{engine}-watchdog", "evidence/engine.json"))
+    own = ("watchdog timeout", "shared memory broadcast block", "timed out")
+    words = [
+        one for one in voice.said if one.source == "log" and any(word in one.text.lower() for word in own)
+    ]
+    assert words and (words[0].at_s or 0.0) > found["captured_s"], voice.said
+    assert not any("DP1" in one.text or "Worker_TP1" in one.text for one in words)
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])

@@ -225,9 +225,7 @@ class Recorder:
             self.captured[place] = self.captured.get(place, 0) + 1
             return None
         with self._lock:
-            sequence = ledger.collective_enqueue(place.handle, operation, shape, dtype)
-            ledger.collective_start(place.handle, sequence)
-            place.count = sequence
+            sequence = place.count = ledger.collective_enter(place.handle, operation, shape, dtype)
         self.thread.inside = True
         return place, sequence
 
