@@ -11,7 +11,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,11 +26,11 @@ from harness.machine import machine_facts, versions
 
 SCENARIO = Path(__file__).parent / "sglang-probe-cost.toml"
 _RUN_S = 1800.0
-_LEAST_PAIRS = 10
+_LEAST_PAIRS = 8
 
 
 def probe_cost(statuses: Sequence[Mapping[str, Any]]) -> Figure:
-    """From the probe's statuses of one rank, one a trial. Raises BenchError where there are too few windows."""
+    """From the probe's statuses of one rank, one a server. Raises BenchError where there are too few windows."""
     on_us: list[float] = []
     off_us: list[float] = []
     steps = 1
@@ -57,11 +57,13 @@ def probe_cost(statuses: Sequence[Mapping[str, Any]]) -> Figure:
     )
 
 
-def statuses(run: Path) -> Iterator[Mapping[str, Any]]:
-    """Of rank 0 in every trial."""
+def statuses(run: Path) -> list[Mapping[str, Any]]:
+    """Of rank 0, the last of each server: a warm one goes on counting from trial to trial."""
+    found: dict[int, Mapping[str, Any]] = {}
     for path in sorted(run.glob("trials/*/evidence/engine.json")):
         processes = json.loads(path.read_text())["probe"]["processes"]
-        yield next(status for status in processes if status["seat"] == 0)
+        found |= {status["pid"]: status for status in processes if status["seat"] == 0}
+    return list(found.values())
 
 
 def main() -> int:
@@ -78,7 +80,7 @@ def main() -> int:
         print(f"the run ended with status {done.returncode}; its report says why", file=sys.stderr)
         return done.returncode
     try:
-        figure = probe_cost(list(statuses(runs / "latest")))
+        figure = probe_cost(statuses(runs / "latest"))
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 70
