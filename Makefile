@@ -7,7 +7,7 @@ SCENARIOS := dp-retract dp-pinned-hang dp-pinned-latency dp-pinned-corruption dp
 SEED ?= 1
 ARGS ?=
 
-.PHONY: setup stress-sim test test-engines hang lint bench compare clean
+.PHONY: setup stress-sim test test-engines hang lint bench bench-engines compare clean
 
 setup: $(READY)
 
@@ -37,6 +37,10 @@ lint: setup
 
 bench: setup  ## performance, as ratios within one run, stored as JSON
 	$(BIN)/python -m bench $(ARGS)
+
+bench-engines: setup  ## what the probe costs a real SGLang, as a ratio within one server
+	$(BIN)/python -m bench.engines --python "$$($(BIN)/python -m tests.engines.environments sglang \
+		| $(BIN)/python -c 'import json, sys; print(json.load(sys.stdin)["sglang"])')" $(ARGS)
 
 compare: setup  ## pinned against pageable in the newest run
 	$(BIN)/hangrig compare runs/latest --by pinned

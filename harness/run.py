@@ -87,7 +87,7 @@ def _job(scenario: Scenario, request: RunRequest) -> _Job:
 
 def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
     for job, arms in jobs:
-        _validate(job, arms, request.device)
+        _validate(job, arms, request)
     if request.ray_address is not None:
         try:
             check_address(request.ray_address)
@@ -138,16 +138,20 @@ def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
     return _report(store.path)
 
 
-def _validate(job: Job, arms: Sequence[ArmPlan], device: str) -> None:
-    scenario = job.scenario
+def _validate(job: Job, arms: Sequence[ArmPlan], request: RunRequest) -> None:
+    scenario, device = job.scenario, request.device
     seeds = sorted({plan.seed for plan in job.trials})
     try:
         target = find_target(scenario.target.name)
         for arm in arms:
             if arm.same_as is None:
                 target.validate(arm_spec(scenario, device, arm), scenario.workload.model_dump(), seeds)
+        here = request.ray_address is None and _absent(request) is None  # else it is sought where it will run
+        missing = target.absent(arm_spec(scenario, device, arms[0])) if here else None
     except TargetError as error:
         raise BadRequest(f"{scenario.name}: {error}") from error
+    if missing is not None:
+        raise BadRequest(f"{scenario.name}: {missing}")
 
 
 def _simulation_note() -> str:

@@ -173,6 +173,10 @@ class Target(Protocol):
     def validate(self, spec: EngineSpec, workload: Mapping[str, Any], seeds: Sequence[int]) -> None:
         """Raises TargetError for what the user got wrong and the engine can tell before anything starts."""
 
+    def absent(self, spec: EngineSpec) -> str | None:
+        """Why the engine cannot be started on this machine, with what to do; None: nothing is known against it.
+        Takes seconds at most, and starts nothing that stays."""
+
     def fixed(self, spec: EngineSpec) -> Mapping[str, Any]:
         """What of ``spec`` needs a new start when it changes. Equal answers: the ranks may stay warm."""
 

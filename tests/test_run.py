@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -400,3 +401,19 @@ def test_hung_ranks_are_held_for_the_time_that_was_asked(
     session._hold({"ranks": ranks}, LiveView(1))
     assert time.monotonic() - before >= request_fields.get("hold_s", 0.0)
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [
+        ("/no/such/python", "target.python = /no/such/python: no such program"),
+        ("/bin/true", "target.python = /bin/true: is no Python that runs"),
+        (sys.executable, "sglang is not installed there"),
+    ],
+)
+def test_an_engine_that_is_not_there_is_told_before_anything_starts(
+    tmp_path: Path, python: str, said: str
+) -> None:
+    done = call("run", "sglang-dp-cpu", "--set", f"target.python={python}", "--out", str(tmp_path / "runs"))
+    assert done.exit_code == 2 and said in done.stderr
+    assert not (tmp_path / "runs").exists()

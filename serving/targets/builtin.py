@@ -42,6 +42,10 @@ class BuiltinTarget:
         if found is not None:
             raise TargetError(found)
 
+    def absent(self, spec: EngineSpec) -> str | None:
+        """It is a part of hangrig."""
+        return None
+
     def fixed(self, spec: EngineSpec) -> Mapping[str, Any]:
         """The weights; toggles and the scheduler's settings are new with every trial."""
         return spec.model

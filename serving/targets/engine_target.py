@@ -12,6 +12,7 @@ import logging
 import re
 import secrets
 import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -35,7 +36,8 @@ from serving.model_config import ModelError
 from serving.targets.dialect import Dialect, Place
 from serving.targets.engine_launchers import Launchers
 from serving.targets.engine_model import ModelMissing, find_model
-from serving.targets.engine_process import end_marked, shown
+from serving.targets.engine_process import StartError, end_marked, shown
+from serving.targets.engine_ready import engine_version
 
 _HOST = "serving.targets.engine_host:EngineHost"
 _log = logging.getLogger("hangrig.engine")
@@ -94,6 +96,14 @@ class EngineTarget:
         found = self._dialect.problem(spec, arrivals)
         if found is not None:
             raise TargetError(found)
+
+    def absent(self, spec: EngineSpec) -> str | None:
+        """Whether the interpreter of ``target.python`` is one, and the engine is installed there."""
+        try:
+            engine_version(spec.target["python"] or sys.executable, self._dialect)
+        except StartError as error:
+            return str(error)
+        return None
 
     def fixed(self, spec: EngineSpec) -> Mapping[str, Any]:
         """A server is told everything by its command, its model and its probe."""
