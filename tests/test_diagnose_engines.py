@@ -1,4 +1,4 @@
-"""The diagnosis on ledgers of real engines (tests/captures), as they were left when the engine had ended."""
+"""The diagnosis on ledgers of real engines (tests/ledger_captures), as they were left when the engine had ended."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from harness.seats import Seat
 from harness.stacks_parse import parse_pyspy_json
 
 CAPTURES = Path(__file__).parent / "captures"
+LEDGERS = Path(__file__).parent / "ledger_captures"
 
 
 def ended(
@@ -21,7 +22,7 @@ def ended(
 ) -> Diagnosis:
     """Both ranks and the server gone, in both samples; ``without``: ranks whose ledger was lost."""
     snapshots = {
-        rank: Snapshot.from_json((CAPTURES / name / f"rank{rank}.ledger.json").read_text()) for rank in (0, 1)
+        rank: Snapshot.from_json((LEDGERS / name / f"rank{rank}.ledger.json").read_text()) for rank in (0, 1)
     }
     ranks = {
         rank: RankEvidence(
@@ -77,7 +78,7 @@ def test_the_same_ledgers_of_a_rank_that_was_killed_blame_the_killed_one() -> No
 
 
 def test_the_captures_are_of_a_real_engine() -> None:
-    document = json.loads((CAPTURES / "sglang-dp2-raise-on-idle" / "rank1.ledger.json").read_text())
+    document = json.loads((LEDGERS / "sglang-dp2-raise-on-idle" / "rank1.ledger.json").read_text())
     assert document["decisions"][-1]["mode"] == "idle" and document["decisions"][-1]["batch"] == 0
 
 

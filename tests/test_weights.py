@@ -70,7 +70,7 @@ def test_presets_survive_their_config_json(name: str, tmp_path: Path) -> None:
 
 
 def test_unknown_preset_names_the_known_ones() -> None:
-    with pytest.raises(ModelError, match="'huge' is unknown; known: lite, tiny"):
+    with pytest.raises(ModelError, match="'huge' is unknown; known: lite, small, tiny"):
         preset("huge")
 
 
@@ -259,7 +259,7 @@ def test_a_config_that_is_no_object_is_refused(tmp_path: Path, text: str, said: 
 
 
 def test_missing_files_are_named(tmp_path: Path, saved: Path) -> None:
-    with pytest.raises(ModelError, match=r"has no config.json; give the directory .* \(lite, tiny\)"):
+    with pytest.raises(ModelError, match=r"has no config.json; give the directory .* \(lite, small, tiny\)"):
         load_config(tmp_path / "nowhere")
     shard(saved)
     gone = saved / "model-00002-of-00002.safetensors"

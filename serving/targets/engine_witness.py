@@ -54,6 +54,7 @@ class Witness:
         self._tail = tail
         self._each_line = each_line
         self._lock = Lock()
+        self._reading = Lock()
         self._closing = Event()
         self._since_ns = time.monotonic_ns()
         self._deaths: list[Death] = []
@@ -83,7 +84,9 @@ class Witness:
             self._start(lambda: self._ask(base_url, health), "hangrig-health")
 
     def begin(self) -> None:
-        """A trial begins: what was said before is forgotten, who died is not."""
+        """A trial begins: what was said before is forgotten, who died is not. What the log holds by now is read
+        first: it belongs to the trial before."""
+        self._read()
         with self._lock:
             self._since_ns = time.monotonic_ns()
             self._said.clear()
@@ -130,6 +133,10 @@ class Witness:
                 self._poller.unregister(descriptor)
                 self._died(self._watched.pop(descriptor))
                 os.close(descriptor)
+            self._read()
+
+    def _read(self) -> None:
+        with self._reading:
             for line in self._tail.read(self._each_line):
                 self._say("log", line)
 

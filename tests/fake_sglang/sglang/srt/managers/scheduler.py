@@ -140,3 +140,4 @@ def run_scheduler_process(script: str, meet: str, rank: int, dp_rank: int | None
         said = f"{type(error).__name__}: {error}"
     counted = {rid: request.retraction_count for rid, request in scheduler.requests.items()}
     print(json.dumps({"said": said, "heard": [one.rid for one in scheduler.heard], "retractions": counted}))
+    torch.distributed.destroy_process_group()  # Without it torch aborts now and then at the end of a process.
