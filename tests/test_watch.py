@@ -128,7 +128,8 @@ def test_what_to_do_when_a_process_may_not_be_looked_into() -> None:
         code = (
             "import os, sys; sys.path.insert(0, sys.argv[2]);"
             "from harness.watch.sources import access_problem; from harness.process_tree import read_tree;"
-            "members = read_tree(int(sys.argv[1])).members[:1]; os.setgid(65534); os.setuid(65534);"
+            "pid = int(sys.argv[1]); members = [m for m in read_tree(pid).members if m.process.pid == pid];"
+            "os.setgid(65534); os.setuid(65534);"
             "print(access_problem(members))"
         )
         root = Path(__file__).parent.parent
