@@ -114,7 +114,9 @@ def _culprit(view: View) -> Culprit:
 
 def _dead(case: Case) -> Cause | None:
     # A rank that raised has answered; where its process ended of it, that is the same story.
-    dead = [v for v in case.everyone if v.condition == "dead" and (not v.done or v.exception is not None)]
+    dead = _in_order_of_death(
+        [v for v in case.everyone if v.condition == "dead" and (not v.done or v.exception is not None)]
+    )
     if not dead:
         return None
     # A ledger outlives its process: what it says last is what the process did last.
@@ -126,13 +128,13 @@ def _dead(case: Case) -> Cause | None:
     if behind is None and symptoms:
         behind = order(before)
     if behind is not None and behind.ranks:
-        return _renamed(behind, tuple(_dead_fact(view) for view in _in_order_of_death(dead)))
-    first = next((view for view in _in_order_of_death(dead) if not view.symptom), _in_order_of_death(dead)[0])
+        return _renamed(behind, tuple(_dead_fact(view) for view in dead))
+    first = next((view for view in dead if not view.symptom), dead[0])
     # A rank that died of another's doing is named only when no other can have done it.
     decided = not symptoms or before.only_left(())
     facts = [_dead_fact(first)]
     facts += first.last_words()
-    facts += [_dead_fact(view) for view in _in_order_of_death(dead) if view is not first]
+    facts += [_dead_fact(view) for view in dead if view is not first]
     found = [wait for wait in waits_of_the_living(case) if first.rank in wait.members]
     for wait in found:
         facts += wait_facts(case, wait)

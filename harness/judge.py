@@ -245,8 +245,8 @@ def _rank_evidence(sample: StoredSample, seat: Seat, process: Document, known: D
     header = snapshot.header if snapshot is not None else None
     return RankEvidence(
         snapshot=snapshot,
-        stacks=_stacks(sample.stacks).get(seat),
-        native=_stacks(sample.native).get(seat),
+        stacks=_process_stacks(sample.stacks.get(seat)),
+        native=_process_stacks(sample.native.get(seat)),
         state=process.get("state"),
         pid=process.get("pid") or known.get("pid"),
         node=known.get("node", header.node if header is not None else ""),
@@ -263,6 +263,10 @@ def _seat(name: Seat) -> Seat:
 
 def _snapshot(document: Document | None) -> Snapshot | None:
     return None if document is None else Snapshot.from_json(document)
+
+
+def _process_stacks(document: Document | None) -> ProcessStacks | None:
+    return None if document is None else ProcessStacks.from_json(document)
 
 
 def _stacks(documents: Mapping[Seat, Document]) -> dict[Seat, ProcessStacks]:
