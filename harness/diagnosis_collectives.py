@@ -433,8 +433,8 @@ def _skipped_on_the_way(case: Case, rank: int, wait: Wait) -> bool:
     if state is None or state.completed == 0:
         return True
     record: Mapping[str, Any] = case.decisions(rank).get(snapshot.host.step, {})
-    tokens = record.get("tokens")
-    return isinstance(tokens, list | tuple) and rank < len(tokens) and tokens[rank] == 0 and any(tokens)
+    tokens, group = record.get("tokens"), record.get("dp", rank)
+    return isinstance(tokens, list | tuple) and group < len(tokens) and tokens[group] == 0 and any(tokens)
 
 
 def _order_sides(links: list[tuple[int, int, Wait]]) -> Mismatch:

@@ -101,14 +101,32 @@ def entered(snapshot: Snapshot, state: GroupState) -> bool:
 
 
 def waits(snapshots: Mapping[int, Snapshot]) -> tuple[Wait, ...]:
-    """One Wait for each group in which some rank waits, by group name."""
+    """One Wait for each group in which some rank waits, by group name, then by its first rank."""
     names = sorted({name for snapshot in snapshots.values() for name in snapshot.groups})
-    found = (_wait(name, snapshots) for name in names)
+    found = (_wait(name, states, snapshots) for name in names for states in _parties(name, snapshots))
     return tuple(wait for wait in found if wait is not None)
 
 
-def _wait(name: str, snapshots: Mapping[int, Snapshot]) -> Wait | None:
-    states = {rank: snap.groups[name] for rank, snap in snapshots.items() if name in snap.groups}
+def _parties(name: str, snapshots: Mapping[int, Snapshot]) -> list[dict[int, GroupState]]:
+    """The ranks that share a group of that name, with their states: each attention group is one of its own."""
+    parties: list[tuple[set[int], dict[int, GroupState]]] = []
+    for rank, snapshot in sorted(snapshots.items()):
+        state = snapshot.groups.get(name)
+        if state is None:
+            continue
+        members, states = {rank, *state.ranks}, {rank: state}
+        apart = []
+        for party in parties:
+            if party[0] & members:
+                members |= party[0]
+                states = party[1] | states
+            else:
+                apart.append(party)
+        parties = [*apart, (members, states)]
+    return [states for _, states in sorted(parties, key=lambda party: min(party[0]))]
+
+
+def _wait(name: str, states: dict[int, GroupState], snapshots: Mapping[int, Snapshot]) -> Wait | None:
     inside = {rank: state for rank, state in states.items() if entered(snapshots[rank], state)}
     if not inside:
         return None

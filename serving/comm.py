@@ -3,13 +3,15 @@
 All communication of the engine passes here, so that every collective has a group, a sequence number, an
 operation, a shape and a dtype in the ledger. Outside graphs a collective runs on the ``comm`` stream between two
 events; inside a capture it becomes part of the graph on ``compute``, and a replay advances the group by the
-number of collectives it captured. Control messages (the agreement of the ranks) use a group of their own and
-block the host: sharing a gloo group between the two breaks the connection (HANGS.md).
+number of collectives it captured. Control messages (the agreement of the ranks) use groups of their own and
+block the host.
 
 Where gloo carries the data, the ranks first agree on the board what they bring: NCCL and HCCL wait for ever on a
-mismatch, gloo would end the process.
+mismatch, gloo would end the process. The agreement of each step goes without: it is in every step's path, and
+what it brings never changes.
 
-Not here: what is gathered and why (``dp_attention.py``), the heap itself (``symmetric.py``).
+Not here: who is in which group (``groups.py``), what is gathered and why (``dp_attention.py``), the heap itself
+(``symmetric.py``).
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,12 @@ from harness import faults
 from harness.devices.base import Device, Graph
 from harness.ledger import LedgerWriter
 from serving.board import PAYLOAD_BYTES, Board, BoardTimeout
+from serving.groups import ProcessGroups, Topology
 from serving.symmetric import SymmetricHeap
+
+T = TypeVar("T")
+Reduction = Literal["min", "max", "sum"]
+_REDUCTIONS = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
 
 class CommError(RuntimeError):
@@ -43,9 +50,15 @@ class CommOptions:
     world: int
     shared: Path
     timeout_s: float
+    dp: int | None = None
+    """Attention groups; None: every rank is one."""
     symmetric: bool = False
     agree_first: bool = True
     """Post the header of each collective on the board before gloo moves data. Off for nccl and hccl."""
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.rank, self.world, self.dp or self.world)
 
 
 class Comm:
@@ -60,17 +73,45 @@ class Comm:
         token: str,
     ) -> None:
         self.options = options
+        self.topology = options.topology
+        self._device = device
+        self._ledger = ledger
+        self._backends = backends
+        self._token = token
         self._closed = False
         self._groups: dict[str, Group] = {}
         for name in ("agree", "experts"):
-            symmetric = options.symmetric and name == "experts" and options.world > 1
-            self._groups[name] = Group(name, options, device, ledger, backends, token, symmetric, self.closed)
+            self.group(name)
 
     def group(self, name: str) -> Group:
-        return self._groups[name]
+        """The group of that name, made at its first use: the ledger lists the groups that a trial uses. Host
+        thread. Raises GroupError for a name that ``groups.py`` does not have."""
+        found = self._groups.get(name)
+        if found is None:
+            members = self.topology.members(name)
+            found = self._groups[name] = Group(
+                name,
+                members,
+                self.options,
+                self._device,
+                self._ledger,
+                self._backends.get(name),
+                self._token,
+                self.closed,
+            )
+        return found
 
     def closed(self) -> bool:
         return self._closed
+
+    def capture_begins(self) -> None:
+        """Call before a capture: what every group enqueues from now on belongs to the graph."""
+        for group in self._groups.values():
+            group.capture_begins()
+
+    def capture_ended(self, graph: Graph) -> None:
+        for group in self._groups.values():
+            group.capture_ended(graph)
 
     def replayed(self, graph: Graph) -> None:
         """Call right after ``device.replay(graph)``: advances each group by what the graph captured."""
@@ -85,25 +126,6 @@ class Comm:
         self._closed = True
         for group in self._groups.values():
             group.close()
-
-
-class ProcessGroups:
-    """The ``torch.distributed`` groups of this process. They outlive trials: ranks stay warm."""
-
-    def __init__(self, *, rank: int, world: int, init_method: str, backend: str, timeout_s: float) -> None:
-        self._groups: dict[str, dist.ProcessGroup] = {}
-        if world == 1:
-            return
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(
-            backend, init_method=init_method, rank=rank, world_size=world, timeout=timeout
-        )
-        ranks = list(range(world))
-        self._groups["agree"] = dist.new_group(ranks, timeout=timeout, backend="gloo")
-        self._groups["experts"] = dist.new_group(ranks, timeout=timeout, backend=backend)
-
-    def get(self, name: str) -> dist.ProcessGroup | None:
-        return self._groups.get(name)
 
 
 def _all_gather(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -128,47 +150,51 @@ def _fitted(header: str) -> bytes:
 
 
 class Group:
-    """One named group over all ranks. Device collectives return at once; ``all_gather_host`` blocks."""
+    """One named group. Device collectives return at once; those that end in ``_host`` block the host.
+
+    ``member`` is this rank's place in ``ranks``.
+    """
 
     def __init__(
         self,
         name: str,
+        ranks: tuple[int, ...],
         options: CommOptions,
         device: Device,
         ledger: LedgerWriter | None,
-        backends: ProcessGroups,
+        process_group: dist.ProcessGroup | None,
         token: str,
-        symmetric: bool,
         closed: Callable[[], bool],
     ) -> None:
         self.name = name
-        self.rank = options.rank
-        self.size = options.world
+        self.ranks = ranks
+        self.member = ranks.index(options.rank)
+        self.size = len(ranks)
         self._options = options
         self._device = device
         self._ledger = ledger
-        self._handle = ledger.group(name, range(options.world)) if ledger is not None else 0
-        self._process_group = backends.get(name)
+        self._handle = ledger.group(name, ranks) if ledger is not None else 0
+        self._process_group = process_group
         self._captured: dict[str, int] = {}
         self._captured_now = 0
-        self._runtime_sequence = 0
+        self._posted = 0
         self._closed = closed
         self._heap: SymmetricHeap | None = None
         self._board: Board | None = None
-        if options.world > 1:
-            if symmetric:
-                self._heap = SymmetricHeap(
-                    options.shared,
-                    name=f"{token}-{name}",
-                    member=options.rank,
-                    size=options.world,
-                    timeout_s=options.timeout_s,
-                    stop=closed,
-                )
-            if options.agree_first and name != "agree":
-                self._board = Board(
-                    options.shared / f"{token}-{name}.board", member=options.rank, size=options.world
-                )
+        if self.size == 1:
+            return
+        files = f"{token}-{name}-{ranks[0]}"
+        if options.symmetric and name == "experts":
+            self._heap = SymmetricHeap(
+                options.shared,
+                name=files,
+                member=self.member,
+                size=self.size,
+                timeout_s=options.timeout_s,
+                stop=closed,
+            )
+        if options.agree_first and name != "agree":
+            self._board = Board(options.shared / f"{files}.board", member=self.member, size=self.size)
 
     # Collectives on device tensors -------------------------------------------------------------------------
 
@@ -215,22 +241,67 @@ class Group:
     # The control plane -------------------------------------------------------------------------------------
 
     def all_gather_host(self, values: Sequence[int]) -> list[list[int]]:
-        """Each rank's int64 ``values`` (equally many), in rank order. Blocks the host until all came."""
-        sequence = self._ledger_enqueue("all_gather", (len(values),), "int64")
-        if faults.ACTIVE is not None:
-            faults.ACTIVE.visit("comm.before", group=self.name, operation="all_gather", sequence=sequence)
-        self._ledger_start(sequence)
-        mine = torch.tensor(list(values), dtype=torch.int64)
-        if self._process_group is None:
-            rows = [mine.tolist()]
-        else:
+        """Each member's int64 ``values`` (equally many), in member order. Blocks the host until all came."""
+        mine, group = torch.tensor(list(values), dtype=torch.int64), self._process_group
+
+        def move() -> list[list[int]]:
+            if group is None:
+                return [mine.tolist()]
             out = torch.empty(self.size * len(values), dtype=torch.int64)
-            _all_gather(out, mine, self._process_group)
-            rows = out.view(self.size, len(values)).tolist()
+            _all_gather(out, mine, group)
+            rows: list[list[int]] = out.view(self.size, len(values)).tolist()
+            return rows
+
+        return self._on_host("all_gather", len(values), move)
+
+    def all_reduce_host(self, values: Sequence[int], op: Reduction) -> list[int]:
+        """Least, largest or sum of the members' int64 ``values`` (equally many), one by one."""
+        mine, group = torch.tensor(list(values), dtype=torch.int64), self._process_group
+
+        def move() -> list[int]:
+            if group is not None:
+                dist.all_reduce(mine, op=_REDUCTIONS[op], group=group)
+            reduced: list[int] = mine.tolist()
+            return reduced
+
+        return self._on_host("all_reduce", len(values), move)
+
+    def broadcast_host(self, values: Sequence[int], root: int) -> list[int]:
+        """The int64 values of member ``root``; all members give equally many. The operation in the ledger names
+        the root, so that two roots are two operations."""
+        mine, group = torch.tensor(list(values), dtype=torch.int64), self._process_group
+
+        def move() -> list[int]:
+            if group is not None:
+                dist.broadcast(mine, src=self.ranks[root], group=group)
+            told: list[int] = mine.tolist()
+            return told
+
+        return self._on_host(f"broadcast from {root}", len(values), move)
+
+    def barrier_host(self) -> None:
+        """Returns when all members came."""
+        group = self._process_group
+
+        def move() -> None:
+            if group is not None:
+                dist.barrier(group=group)
+
+        self._on_host("barrier", 0, move)
+
+    def _on_host(self, operation: str, count: int, move: Callable[[], T]) -> T:
+        """Carries a collective out on the calling thread, with what belongs to every one."""
+        sequence = self._ledger_enqueue(operation, (count,), "int64")
+        if faults.ACTIVE is not None:
+            faults.ACTIVE.visit("comm.before", group=self.name, operation=operation, sequence=sequence)
+        self._ledger_start(sequence)
+        if self._board is not None:
+            self._agree_on_header(self._board, f"{operation} int64 {(count,)}")
+        found = move()
         self._ledger_complete(sequence)
         if faults.ACTIVE is not None:
-            faults.ACTIVE.visit("comm.after", group=self.name, operation="all_gather", sequence=sequence)
-        return rows
+            faults.ACTIVE.visit("comm.after", group=self.name, operation=operation, sequence=sequence)
+        return found
 
     # How a collective runs ---------------------------------------------------------------------------------
 
@@ -263,7 +334,6 @@ class Group:
         self, operation: str, shape: tuple[int, ...], dtype: str, move: Callable[[], None], sequence: int
     ) -> None:
         """Runs on a stream: agree on what is brought, then move the data."""
-        self._runtime_sequence += 1
         if faults.ACTIVE is not None:
             faults.ACTIVE.visit("comm.before", group=self.name, operation=operation, sequence=sequence)
         if self._board is not None:
@@ -275,8 +345,9 @@ class Group:
     def _agree_on_header(self, board: Board, header: str) -> None:
         mine = _fitted(header)
         timeout_s = self._options.timeout_s
+        self._posted += 1  # one thread at a time: a group carries either streams' or the host's collectives
         try:
-            headers = board.gather(self._runtime_sequence, mine, timeout_s=timeout_s, stop=self._closed)
+            headers = board.gather(self._posted, mine, timeout_s=timeout_s, stop=self._closed)
             if any(other != mine for other in headers):
                 self._wait_for_ever(timeout_s)
                 sides = ", ".join(h.rstrip(b"\0").decode(errors="replace") for h in headers)

@@ -31,8 +31,9 @@ import torch.distributed as dist
 from harness.devices.sim import SimDevice, SimOptions
 from harness.ledger import LedgerWriter
 from harness.target import RankResult, TrialSpec
-from serving.comm import Comm, CommOptions, ProcessGroups
+from serving.comm import Comm, CommOptions
 from serving.engine import Engine
+from serving.groups import ProcessGroups
 from serving.targets.builtin_rank import RankActor
 
 START_S = 120.0
@@ -53,6 +54,8 @@ class Place:
 
     world: int
     directory: Path
+    dp: int
+    """Attention groups."""
 
     @property
     def rendezvous(self) -> str:
@@ -82,6 +85,7 @@ class Seat:
                 init_method=self.place.rendezvous,
                 backend="gloo",
                 timeout_s=MEET_S,
+                dp=self.place.dp,
             )
         return self._groups
 
@@ -115,6 +119,7 @@ class Seat:
             world=self.world,
             shared=self.place.directory,
             timeout_s=timeout_s,
+            dp=self.place.dp,
             symmetric=symmetric,
         )
         comm = Comm(options, device, ledger, self.groups, f"{name}.{self.jobs}")
@@ -150,12 +155,17 @@ class LocalRanks:
         self._places = 0
         self._kind = ""
 
-    def run(self, world: int, job: Job, *args: Any, deadline_s: float = JOB_S) -> list[Any]:
-        """The job's value on each rank. Fails with every rank's traceback if it raised anywhere."""
-        return _values(self.outcomes(world, job, *args, deadline_s=deadline_s))
+    def run(
+        self, world: int, job: Job, *args: Any, deadline_s: float = JOB_S, dp: int | None = None
+    ) -> list[Any]:
+        """The job's value on each rank. Fails with every rank's traceback if it raised anywhere. ``dp``: attention
+        groups; None: every rank is one."""
+        return _values(self.outcomes(world, job, *args, deadline_s=deadline_s, dp=dp))
 
-    def outcomes(self, world: int, job: Job, *args: Any, deadline_s: float = JOB_S) -> list[Outcome]:
-        return self._call("groups", world, job, args, deadline_s)
+    def outcomes(
+        self, world: int, job: Job, *args: Any, deadline_s: float = JOB_S, dp: int | None = None
+    ) -> list[Outcome]:
+        return self._call("groups", world, dp or world, job, args, deadline_s)
 
     def trial(self, world: int, spec: TrialSpec, job: Job | None = None) -> Trial:
         """One trial of the built-in engine, which must be healthy."""
@@ -165,7 +175,7 @@ class LocalRanks:
 
     def stressed(self, world: int, spec: TrialSpec, job: Job | None = None) -> Trial:
         """One trial that may fail."""
-        return Trial(spec, tuple(self._call("actors", world, job or run_trial, (spec,), JOB_S)))
+        return Trial(spec, tuple(self._call("actors", world, world, job or run_trial, (spec,), JOB_S)))
 
     def pids(self) -> list[int | None]:
         return [process.pid for process, _ in self._processes]
@@ -175,16 +185,19 @@ class LocalRanks:
         self._end()
         shutil.rmtree(self._root)
 
-    def _call(self, kind: str, world: int, job: Job, args: Sequence[Any], deadline_s: float) -> list[Outcome]:
+    def _call(
+        self, kind: str, world: int, dp: int, job: Job, args: Sequence[Any], deadline_s: float
+    ) -> list[Outcome]:
         if world > len(self._processes):
             begun = len(self._processes)
             for rank in range(begun, world):
                 self._start(rank)
             self._collect([pipe for _, pipe in self._processes[begun:]], START_S)
-        if self._place is None or self._place.world != world or self._kind != kind:
+        place = self._place
+        if place is None or (place.world, place.dp, self._kind) != (world, dp, kind):
             self._places += 1
             self._kind = kind
-            self._place = Place(world, self._root / f"place-{self._places}")
+            self._place = Place(world, self._root / f"place-{self._places}", dp)
             self._place.directory.mkdir()
         ranks = self._processes[:world]
         for _, pipe in ranks:

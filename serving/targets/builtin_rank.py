@@ -22,10 +22,11 @@ from harness.devices.base import Device, DeviceTimeout
 from harness.devices.sim import SimDevice, SimOptions
 from harness.ledger import LedgerWriter
 from harness.target import RankResult, TrialSpec
-from serving.comm import Comm, CommOptions, ProcessGroups
+from serving.comm import Comm, CommOptions
 from serving.deepseek_v2 import DeepseekV2
 from serving.dp_attention import Padding
 from serving.engine import Engine, EngineConfig
+from serving.groups import ProcessGroups
 from serving.journal import Journal
 from serving.model_config import load_config, preset
 from serving.scheduler import SchedulerConfig
