@@ -130,6 +130,20 @@ class Engine(Table):
     one rank packs them whatever this says."""
     step_timeout_s: Seconds = 300.0
     """Deadline of each host wait and of each collective; above the watchdog's whole time."""
+    check_steps: bool = True
+    """Of the built-in engine, as the five below: the agreement of each step ends a rank that is at another step
+    than its peers. Off: it goes unnoticed, as in engines whose agreement says nothing of the step."""
+    sync_every: Annotated[int, Field(ge=0)] = 0
+    """Steps of a rank, by its own count, between two questions to all whether there is work left anywhere (group
+    ``sync``); between them the last answer stands, as in vLLM's data-parallel loop. 0 asks in every step."""
+    cache_sync_every: Annotated[int, Field(ge=0)] = 0
+    """Prefills of an attention group between two agreements of its ranks on the pages in the prefix cache (group
+    ``attention_host``), as in SGLang's hierarchical cache. 0 never agrees."""
+    expert_stats: bool = False
+    """The ranks add up in every step how many tokens each expert got (group ``stats``), beside the data path, as
+    recorders of the experts' load do."""
+    exit_barrier: bool = False
+    """All ranks meet at the end of a trial, after the drain (group ``world``)."""
     attention_backend: str | None = None
     """Of sglang and vllm; the engine chooses where nothing is said."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

@@ -69,6 +69,22 @@ def _pool(scenario: Scenario) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+_BUILTIN_ALONE = ("check_steps", "sync_every", "cache_sync_every", "expert_stats", "exit_barrier")
+"""Keys of [engine] that another engine has no counterpart for, or sets by flags of its own."""
+
+
+def _builtin_alone(scenario: Scenario) -> Iterator[Finding]:
+    if not _foreign(scenario):
+        return
+    for key in _BUILTIN_ALONE:
+        value = getattr(scenario.engine, key)
+        if value != type(scenario.engine).model_fields[key].default:
+            yield (
+                f"engine.{key}", value, f"is the built-in engine's, and the target is {scenario.target.name}",
+                "remove it, or say it in target.args if the engine has such a flag",
+            )  # fmt: skip
+
+
 def _model(scenario: Scenario) -> Iterator[Finding]:
     model = scenario.model
     if model.preset is not None and model.directory is not None:
@@ -331,5 +347,6 @@ def _idle_expectations(scenario: Scenario) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Scenario], Iterator[Finding]], ...] = (
-    _target, _faults, _client, _pool, _model, _graph, _ranks, _defects, _deadlines, _jitter, _arms, _expectations,
+    _target, _faults, _client, _builtin_alone, _pool, _model, _graph, _ranks, _defects, _deadlines, _jitter, _arms,
+    _expectations,
 )  # fmt: skip

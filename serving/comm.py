@@ -226,8 +226,9 @@ class Group:
 
         self._enqueue("reduce_scatter", whole, move)
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """In place: the sum over ranks."""
+    def all_reduce(self, tensor: torch.Tensor, *, join: bool = True) -> None:
+        """In place: the sum over ranks. Without ``join`` compute goes on at once, and only what follows on ``comm``
+        may use the result."""
         heap, group = self._heap, self._process_group
 
         def move() -> None:
@@ -236,7 +237,7 @@ class Group:
             elif group is not None:
                 dist.all_reduce(tensor, group=group)
 
-        self._enqueue("all_reduce", tensor, move)
+        self._enqueue("all_reduce", tensor, move, join)
 
     # The control plane -------------------------------------------------------------------------------------
 
@@ -305,7 +306,9 @@ class Group:
 
     # How a collective runs ---------------------------------------------------------------------------------
 
-    def _enqueue(self, operation: str, tensor: torch.Tensor, move: Callable[[], None]) -> None:
+    def _enqueue(
+        self, operation: str, tensor: torch.Tensor, move: Callable[[], None], join: bool = True
+    ) -> None:
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         label = f"{operation} {self.name}"
         if self._device.capturing:
@@ -323,12 +326,14 @@ class Group:
             self._carry(operation, shape, dtype, move, sequence)
             self._ledger_complete(sequence)
 
-        ready, done = self._device.event(), self._device.event()
+        ready = self._device.event()
         self._device.compute.record(ready)
         self._device.comm.wait(ready)
         self._device.comm.run(on_comm, label, opaque=True)
-        self._device.comm.record(done)
-        self._device.compute.wait(done)
+        if join:
+            done = self._device.event()
+            self._device.comm.record(done)
+            self._device.compute.wait(done)
 
     def _carry(
         self, operation: str, shape: tuple[int, ...], dtype: str, move: Callable[[], None], sequence: int

@@ -212,6 +212,11 @@ class DeepseekV2:
         routing_TL = ((ids_TK.unsqueeze(-1) == self._local_L) * weights_TK.unsqueeze(-1)).sum(dim=1)
         return _gated(self._moe(layer).routed, h_TD, routing_TL)
 
+    def routed(self, ids_TK: torch.Tensor, valid_T1: torch.Tensor) -> torch.Tensor:
+        """How many tokens each of this rank's experts got, int64 (L,). ``valid_T1``: 1.0 where there is a token."""
+        hits_TL = (ids_TK.unsqueeze(-1) == self._local_L).sum(dim=1)
+        return (hits_TL * valid_T1.to(torch.int64)).sum(dim=0)
+
     def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Float32 logits (T, V) of the residual stream after the last layer."""
         return F.linear(_rms_norm(x_TD, self._norm_D, self.config.rms_norm_eps), self._head_VD).float()

@@ -90,11 +90,22 @@ class StepPlan:
         return sum(self.tokens[:rank])
 
 
-def agree(group: Group, local: LocalState, *, buckets: Sequence[int], padding: Padding | None) -> StepPlan:
-    """The per-step agreement of all ranks. ``padding`` None chooses as SGLang does; buckets ascending."""
+def agree(
+    group: Group,
+    local: LocalState,
+    *,
+    buckets: Sequence[int],
+    padding: Padding | None,
+    check_steps: bool = True,
+) -> StepPlan:
+    """The per-step agreement of all ranks. ``padding`` None chooses as SGLang does; buckets ascending.
+
+    Raises AgreementError when a rank is at another step; without ``check_steps`` nobody notices, as in engines
+    whose agreement says nothing of the step.
+    """
     rows = group.all_gather_host(local.row())
     steps, numbers, tokens, graphs, works = zip(*rows, strict=True)
-    if set(steps) != {local.step}:
+    if check_steps and set(steps) != {local.step}:
         raise AgreementError(f"the ranks are at different steps: {list(steps)}")
     modes = tuple(map(Mode, numbers))
     wanted = (

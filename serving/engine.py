@@ -21,18 +21,17 @@ from harness import faults
 from harness.devices.base import Device, Event, Graph, HostArgs
 from harness.ledger import LedgerWriter
 from serving.comm import Comm
+from serving.control import Control
+from serving.decisions import MODES, Decisions
 from serving.deepseek_v2 import DeepseekV2
 from serving.dp_attention import LocalState, Mode, Padding, StepPlan, agree
-from serving.forward import DeviceState, Forward, Workspace
+from serving.forward import DeviceState, Features, Forward, Workspace
 from serving.journal import Journal
-from serving.requests import FUTURE, Batch, BatchMode, Request
+from serving.requests import Batch, BatchMode, Request
+from serving.rows import Rows
 from serving.sampling import Grammars, sample
 from serving.scheduler import Scheduler, SchedulerConfig
 from serving.transfer import Fetched, PinnedPolicy, Transfers
-
-_EMPTY_STEPS_A_DECISION = 16
-"""Of steps in which no rank has anything, this many make one record: an idle gap would fill the ring."""
-_MODES = {BatchMode.IDLE: Mode.IDLE, BatchMode.DECODE: Mode.DECODE, BatchMode.PREFILL: Mode.PREFILL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,16 @@ class EngineConfig:
     overlap: bool = True
     graph: bool = True
     pinned: PinnedPolicy = "pageable"
+    check_steps: bool = True
+    """The agreement makes sure that all ranks are at the same step."""
+    sync_every: int = 0
+    """Steps of a rank between two questions whether any rank has work left; 0 asks in every agreement."""
+    cache_sync_every: int = 0
+    """Prefills of an attention group between two agreements on the pages in the prefix cache; 0 never agrees."""
+    expert_stats: bool = False
+    """The ranks add up, step by step, how many tokens each expert got."""
+    exit_barrier: bool = False
+    """All ranks meet once more when they are through."""
     wait_s: float = 300.0
 
 
@@ -99,14 +108,15 @@ class Engine:
         self._arrivals = deque(arrivals)
         self._grammars = Grammars(model.config.vocab_size)
         self._requests: dict[str, Request] = {}
-        self._rows: dict[str, int] = {}
-        self._free_rows = list(range(2 * config.scheduler.max_running + 2, 0, -1))
-        self._state = self._make_state(len(self._free_rows) + 1)
-        self._forward = Forward(model, device, comm.group("experts"), self._state, self._rank)
+        self._rows = Rows(config.scheduler.max_running)
+        self._decisions = Decisions(ledger, comm.topology)
+        self._features = Features(stats=config.expert_stats)
+        self._state = self._make_state(self._rows.count)
+        self._forward = Forward(model, device, comm, self._state, self._features)
+        self._control = Control(comm, sync_every=config.sync_every, cache_sync_every=config.cache_sync_every)
         self._graphs: dict[int, tuple[Graph, Workspace]] = {}
         self._replay_done: Event | None = None
         self._pending: Pending | None = None
-        self._ended_told = 0
         self._step_began_ns = 0
         if config.graph:
             self._phase("capture")
@@ -120,17 +130,21 @@ class Engine:
         self._begin_step()
         batch = self.scheduler.schedule()
         for request_id in batch.retracted:
-            self._release_row(request_id)
+            self._rows.release(request_id)
         self._end_requests(batch.aborted)
-        plan = self._agree(batch)
+        written_back = self._sync_cache(batch)
+        work = bool(self._arrivals) or self.scheduler.has_work()
+        plan = self._agree(batch, work)
         launched = None if plan.empty else self._launch(batch, plan)
         if self.config.overlap:
             self._finish(self._pending)
             self._pending = self._sample(launched, batch)
         else:
             self._finish(self._sample(launched, batch))
-        self._end_step(batch, plan)
-        return plan.work
+        self._end_step(batch, plan, written_back)
+        if self._control.syncs_in(self.steps):
+            self._phase("sync")
+        return self._control.work_left(self.steps, work, plan.work)
 
     def run(self) -> None:
         """Steps until no rank has work, then makes sure that nothing is left behind."""
@@ -142,6 +156,9 @@ class Engine:
         for stream in (self._device.compute, self._device.copy, self._device.comm, self._device.update):
             stream.synchronize(self.config.wait_s)
         self.scheduler.check_integrity()
+        if self.config.exit_barrier:
+            self._phase("teardown")
+            self._control.meet()
         self._phase("parked")
 
     def _begin_step(self) -> None:
@@ -157,37 +174,45 @@ class Engine:
                 self._grammars.start(request.id, request.grammar)
             self.scheduler.add(request)
 
-    def _agree(self, batch: Batch) -> StepPlan:
+    def _sync_cache(self, batch: Batch) -> int | None:
+        if self.config.cache_sync_every and batch.mode is BatchMode.PREFILL:
+            self._phase("cache-sync")
+        return self._control.written_back(batch, self.scheduler.pool.inserted_pages)
+
+    def _agree(self, batch: Batch, work: bool) -> StepPlan:
         self._phase("agree")
         local = LocalState(
             step=self.steps,
-            mode=_MODES[batch.mode],
+            mode=MODES[batch.mode],
             tokens=batch.num_tokens,
             graph=self.config.graph,
-            work=bool(self._arrivals) or self.scheduler.has_work(),
+            work=work,
         )
         return agree(
             self._comm.group("agree"),
             local,
             buckets=self.config.graph_buckets,
             padding=self.config.padding,
+            check_steps=self.config.check_steps,
         )
 
     def _launch(self, batch: Batch, plan: StepPlan) -> Launched:
         self._phase("launch")
         rows = batch.rows
-        prefix = self._assign_rows(batch)
+        prefix = self._rows.assign(batch)
         if plan.graph:
             graph, ws = self._graphs[plan.bucket]
         else:
             sizes = (batch.num_tokens, len(rows), len(batch.sampling), len(prefix))
-            ws = Workspace.make(self._device, self._model, plan, self._rank, sizes=sizes)
+            ws = Workspace.make(
+                self._device, self._model, plan, self._rank, sizes=sizes, features=self._features
+            )
         self.transfers.to_device(
             ws.counts_W, lambda host: host.copy_(torch.tensor(plan.tokens)), "token_count_copy"
         )
         if batch.num_tokens or plan.graph:
             self.transfers.to_device(
-                ws.packed, lambda host: self._pack(host, batch, ws, prefix), "metadata_copy"
+                ws.packed, lambda host: self._rows.pack(host, batch, ws, prefix), "metadata_copy"
             )
         args: HostArgs = (tuple(row.kv_len for row in rows), tuple(row.q_len for row in rows))
         if plan.graph:
@@ -206,6 +231,8 @@ class Engine:
         self._replay_done = self._device.event()
         self._device.compute.record(self._replay_done)
         self._comm.replayed(graph)
+        if self._features.stats:
+            self._forward.add_up(ws)
 
     def _sample(self, launched: Launched | None, batch: Batch) -> Pending:
         self._phase("sample")
@@ -255,34 +282,17 @@ class Engine:
         if pending.batch.rows and self.scheduler.idle():  # once: it walks the pool, and peers may go on
             self.scheduler.check_integrity()
 
-    def _end_step(self, batch: Batch, plan: StepPlan) -> None:
+    def _end_step(self, batch: Batch, plan: StepPlan, written_back: int | None) -> None:
         kind = "step" if Mode.PREFILL not in plan.modes else "prefill_step"
         if not plan.empty:
             self.step_us[kind].append((time.perf_counter_ns() - self._step_began_ns) / 1e3)
             self.decode_steps += kind == "step"
-        finished = [request.id for request in self.ended[self._ended_told :]]
-        nothing = plan.empty and not batch.retracted and not finished
-        if self._ledger is None or (nothing and self.steps % _EMPTY_STEPS_A_DECISION):
-            return
-        self._ended_told = len(self.ended)
-        self._ledger.decision(
-            {
-                "step": self.steps,
-                "mode": _MODES[batch.mode].name.lower(),
-                "modes": [mode.name.lower() for mode in plan.modes],
-                "tokens": list(plan.tokens),
-                "padding": plan.padding.name.lower(),
-                "bucket": plan.bucket,
-                "graph": plan.graph,
-                "update": plan.graph,
-                "retracted": list(batch.retracted),
-                "finished": finished,
-                "waiting": len(self.scheduler.waiting),
-                "tokens_out": self.tokens_out,
-            }
-        )
+        further: dict[str, int] = {"waiting": len(self.scheduler.waiting), "tokens_out": self.tokens_out}
+        if written_back is not None:
+            further["written_back"] = written_back
+        self._decisions.record(self.steps, batch, plan, self.ended, further)
 
-    # Rows, buffers, graphs ---------------------------------------------------------------------------------
+    # Buffers, graphs ---------------------------------------------------------------------------------------
 
     def _make_state(self, rows: int) -> DeviceState:
         model, scheduler = self._model, self.config.scheduler
@@ -302,74 +312,26 @@ class Engine:
         world = self._comm.options.world
         plan = StepPlan(0, (Mode.DECODE,) * world, (bucket,) * world, Padding.MAX_LEN, bucket, True)
         sizes = (bucket, bucket, bucket, 0)
-        ws = Workspace.make(self._device, self._model, plan, self._rank, sizes=sizes)
+        ws = Workspace.make(self._device, self._model, plan, self._rank, sizes=sizes, features=self._features)
         ws.packed.zero_()
         ws.counts_W.zero_()
         return self._forward.capture(ws, f"decode.{bucket}"), ws
 
-    def _assign_rows(self, batch: Batch) -> list[tuple[int, int, int]]:
-        """Gives new requests a row; returns (row, position, slot) of their cached tokens."""
-        prefix: list[tuple[int, int, int]] = []
-        for row in batch.rows:
-            if row.request.id in self._rows:
-                continue
-            index = self._rows[row.request.id] = self._free_rows.pop()
-            prefix.extend((index, position, slot) for position, slot in enumerate(row.table[: row.start]))
-        return prefix
-
     def _end_requests(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._grammars.forget(request_id)
-            self._release_row(request_id)
+            self._rows.release(request_id)
             self.ended.append(self._requests.pop(request_id))
-
-    def _release_row(self, request_id: str) -> None:
-        row = self._rows.pop(request_id, None)
-        if row is not None:
-            self._free_rows.append(row)
-
-    def _pack(
-        self, host: torch.Tensor, batch: Batch, ws: Workspace, prefix: Sequence[tuple[int, int, int]]
-    ) -> None:
-        """Fills the source of the metadata copy, laid out as ``Workspace.packed``; padding is zeros."""
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        rows: list[int] = []
-        sample_at: list[int] = []
-        sample_rows: list[int] = []
-        for row in batch.rows:
-            index = self._rows[row.request.id]
-            ids.extend(-index if token is FUTURE else token for token in row.tokens)
-            positions.extend(row.positions)
-            slots.extend(row.slots)
-            rows.extend([index] * row.q_len)
-            if row.samples:
-                sample_at.append(len(ids) - 1)
-                sample_rows.append(index)
-        sequences = [self._rows[row.request.id] for row in batch.rows]
-        columns = [list(column) for column in zip(*prefix, strict=True)] or [[], [], []]
-        sized: Sequence[tuple[list[int], int]] = (
-            (ids, len(ws.ids_T)),
-            (positions, len(ws.ids_T)),
-            (slots, len(ws.ids_T)),
-            (rows, len(ws.ids_T)),
-            (sequences, len(ws.rows_B)),
-            (sample_at, len(ws.sample_S)),
-            (sample_rows, len(ws.sample_S)),
-            *((column, len(prefix)) for column in columns),
-        )
-        flat: list[int] = []
-        for values, size in sized:
-            flat.extend(values)
-            flat.extend([0] * (size - len(values)))
-        host.copy_(torch.tensor(flat, dtype=torch.int64))
 
     def _phase(self, name: str) -> None:
         if self._ledger is not None:
             self._ledger.phase(name, self.steps)
 
     # What a trial brings home ------------------------------------------------------------------------------
+
+    def routed_tokens(self) -> list[int]:
+        """Tokens that each expert got on all ranks, all layers together; empty without ``expert_stats``."""
+        return self._forward.routed_tokens()
 
     def latency_us(self) -> Mapping[str, list[float]]:
         """Microseconds: host time of each copy per path, and whole steps."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from harness.devices.base import Device, ExternalEvent, Graph, HostArgs
-from serving.comm import Group
+from serving.comm import Comm
 from serving.deepseek_v2 import DeepseekV2
 from serving.dp_attention import Padding, StepPlan, gather, scatter, valid_rows
 
@@ -30,6 +30,17 @@ class DeviceState:
     """Slot of each position of each running request, int64."""
     last_token_R: torch.Tensor
     """The newest sampled token of each running request, int64: the next step's input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a pass does beyond the model's arithmetic. Fixed for an engine."""
+
+    stats: bool = False
+    """The ranks add up how many tokens each expert got."""
+
+
+PLAIN = Features()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +67,19 @@ class Workspace:
     partial_GD: torch.Tensor
     reduced: torch.Tensor  # (local rows, D)
     logits_SV: torch.Tensor
+    routed_X: (
+        torch.Tensor
+    )  # int64: tokens that each of this rank's experts got in this pass; empty without stats
 
     @staticmethod
     def make(
-        device: Device, model: DeepseekV2, plan: StepPlan, rank: int, *, sizes: tuple[int, int, int, int]
+        device: Device,
+        model: DeepseekV2,
+        plan: StepPlan,
+        rank: int,
+        *,
+        sizes: tuple[int, int, int, int],
+        features: Features = PLAIN,
     ) -> Workspace:
         """``sizes``: T, B, S and P (cached tokens whose slots are new to the device)."""
         tokens, sequences, samples, prefix = sizes
@@ -91,6 +111,7 @@ class Workspace:
             partial_GD=device.empty((plan.rows, hidden), floats),
             reduced=device.empty((local, hidden), floats),
             logits_SV=device.empty((samples, config.vocab_size), torch.float32),
+            routed_X=device.empty((config.n_routed_experts if features.stats else 0,), torch.int64),
         )
 
 
@@ -98,23 +119,32 @@ class Forward:
     """Enqueues forward passes of one rank."""
 
     def __init__(
-        self, model: DeepseekV2, device: Device, experts: Group, state: DeviceState, rank: int
+        self,
+        model: DeepseekV2,
+        device: Device,
+        comm: Comm,
+        state: DeviceState,
+        features: Features = PLAIN,
     ) -> None:
         self._model = model
         self._device = device
-        self._experts = experts
+        self._comm = comm
+        self._experts = comm.group("experts")
         self._state = state
-        self._rank = rank
+        self._rank = comm.topology.rank
+        self._stats = comm.group("stats") if features.stats else None
+        self._total_X = device.empty((model.config.n_routed_experts,), torch.int64).zero_()
+        self._last_moe = max(filter(model.is_moe, range(model.config.num_hidden_layers)), default=None)
 
     def capture(self, ws: Workspace, name: str) -> Graph:
         """The pass as a graph. Each attention layer of each graph has an external event of its own."""
         layers = range(self._model.config.num_hidden_layers)
         events = [self._device.external_event(f"{name} attention.{layer}") for layer in layers]
         sequences = len(ws.rows_B)
-        self._experts.capture_begins()
+        self._comm.capture_begins()
         with self._device.capture(name) as graph:
             self.enqueue(ws, ((0,) * sequences, (1,) * sequences), events)
-        self._experts.capture_ended(graph)
+        self._comm.capture_ended(graph)
         return graph
 
     def enqueue(self, ws: Workspace, args: HostArgs, events: Sequence[ExternalEvent] | None = None) -> None:
@@ -131,12 +161,37 @@ class Forward:
         if ws.sample_S.shape[0] > 0:
             self._device.compute.run(lambda: self._logits(ws), "logits")
 
+    def add_up(self, ws: Workspace) -> None:
+        """Enqueues the sum over ranks of the pass's ``routed_X``. The data path does not wait for it. An eager pass
+        does this itself, beside the experts' collectives; after a replay the caller does."""
+        if self._stats is None:
+            return
+        counts_X = self._device.empty(tuple(ws.routed_X.shape), torch.int64)
+
+        def take() -> None:
+            counts_X.copy_(ws.routed_X)
+
+        def add() -> None:
+            self._total_X.add_(counts_X)
+
+        self._device.compute.run(take, "expert_counts")
+        self._stats.all_reduce(counts_X, join=False)
+        self._device.comm.run(add, "expert_totals")
+
+    def routed_tokens(self) -> list[int]:
+        """Tokens of all passes that each expert got on all ranks; empty without ``stats``. Call it when ``comm`` is
+        drained."""
+        total: list[int] = self._total_X.tolist() if self._stats is not None else []
+        return total
+
     def host_args(self, args: HostArgs) -> Sequence[HostArgs]:
         """The host arguments of a captured pass: the same lengths for every layer."""
         return [args] * self._model.config.num_hidden_layers
 
     def _begin(self, ws: Workspace) -> None:
         state = self._state
+        if self._stats is not None:
+            ws.routed_X.zero_()
         ws.valid_G1.copy_(valid_rows(ws.counts_W, ws.plan))
         if ws.prefix_P.shape[1] > 0:
             state.table_RM.index_put_((ws.prefix_P[0], ws.prefix_P[1]), ws.prefix_P[2])
@@ -177,6 +232,8 @@ class Forward:
         gather(self._experts, ws.plan, ws.experts_in, ws.gathered_GD)
         self._device.compute.run(lambda: self._route(ws, layer), f"experts.{layer}")
         scatter(self._experts, ws.plan, ws.partial_GD, ws.reduced)
+        if layer == self._last_moe and not self._device.capturing:
+            self.add_up(ws)
         if own:
             self._device.compute.run(lambda: self._from_experts(ws, layer), f"experts_out.{layer}")
 
@@ -201,6 +258,9 @@ class Forward:
         ids_GK, weights_GK = self._model.route(layer, ws.gathered_GD)
         partial_GD = self._model.experts(layer, ws.gathered_GD, ids_GK, weights_GK)
         ws.partial_GD.copy_(partial_GD * ws.valid_G1)
+        if self._stats is not None:
+            own = self._model.experts_owned
+            ws.routed_X[own.start : own.stop].add_(self._model.routed(ids_GK, ws.valid_G1))
 
     def _from_experts(self, ws: Workspace, layer: int) -> None:
         tokens = ws.hidden_TD.shape[0]

@@ -86,6 +86,8 @@ class KVPool:
         self.prefix_cache = prefix_cache
         self.evicted_pages = 0
         """Pages taken back from the prefix cache so far."""
+        self.inserted_pages = 0
+        """Pages put into the prefix cache so far."""
         self.locks = 0
         """Prefixes handed out and not yet released."""
         self._state = bytearray([_DUMP] + [_FREE] * self.num_pages)
@@ -303,6 +305,7 @@ class KVPool:
             raise IntegrityError({page: f"was put into the prefix cache while {self._describe(page)}"})
         self._state[page] = _CACHED
         self._cached_pages += 1
+        self.inserted_pages += 1
         self._evictable_pages += 1  # until the insertion's own lock pins it
         child = parent.children[key] = _Node(page, key, parent)
         return child

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from harness.devices.sim import SimDevice, SimOptions
 from harness.ledger import LedgerWriter
+from harness.scenario_model import Engine as EngineTable
 from harness.target import RankResult, TrialSpec
 from serving.comm import Comm, CommOptions
 from serving.engine import Engine
@@ -338,16 +339,9 @@ def run_trial(seat: Seat, spec: TrialSpec) -> RankResult:
 
 BASE: Mapping[str, Mapping[str, Any]] = {
     "model": {"preset": "tiny", "seed": 0},
-    "engine": {
-        "kv_tokens": 2048,
-        "page_size": 1,
-        "chunk_tokens": 16,
-        "max_running": 4,
-        "admission_ratio": 0.7,
-        "retract_every": 0,
-        "graph_buckets": (2, 4),
-        "padding": "auto",
-    },
+    "engine": EngineTable(
+        kv_tokens=2048, page_size=1, chunk_tokens=16, max_running=4, graph_buckets=(2, 4)
+    ).model_dump(),
     "toggles": {"pinned": "pageable", "overlap": "on", "graph": "on"},
     "sim": {"memory_model": "cann", "copy_latency_us": 20.0, "copy_gbps": 20.0, "defects": ()},
     "jitter": {},

@@ -423,6 +423,8 @@ def foreign(**tables: Any) -> Scenario:
         ({"target": {"ranks": 4, "dp": 3}}, "target.dp=3: does not divide target.ranks = 4"),
         ({"target": {"ranks": 3, "nodes": 2}}, "target.nodes=2: does not divide"),
         ({"toggles": {"defect": "D2"}}, "toggles.defect: means nothing for target sglang"),
+        ({"engine": {"sync_every": 8}}, "engine.sync_every=8: is the built-in engine's, and the target is sglang"),
+        ({"engine": {"check_steps": False}}, "engine.check_steps=false: is the built-in engine's"),
         ({"client": {"deadline_s": 5}}, "client.deadline_s=5.0: gives a request up before the watchdog"),
         ({"faults": [{"name": "block"}], "toggles": {"probe": "off"}}, "faults.0.name=block: is made by the probe"),
         ({"faults": [{"name": "stop", "ranks": [2]}]}, "faults.0.ranks=[2]: names ranks [2]"),

@@ -167,6 +167,11 @@ def make_engine(
         overlap=toggles.get("overlap") == "on",
         graph=toggles.get("graph") == "on",
         pinned=toggles.get("pinned", "pageable"),  # type: ignore[arg-type]  # resolved values are checked
+        check_steps=engine["check_steps"],
+        sync_every=engine["sync_every"],
+        cache_sync_every=engine["cache_sync_every"],
+        expert_stats=engine["expert_stats"],
+        exit_barrier=engine["exit_barrier"],
         wait_s=spec.timeout_s,
     )
     return Engine(config, model, device, comm, ledger, arrivals, journal)
@@ -207,6 +212,7 @@ def _result(rank: int, engine: Engine, duration_s: float, steps_s: float) -> Ran
             "cached_tokens": counters.cached_tokens,
             "tokens_out": engine.tokens_out,
             "steps_ms": int(steps_s * 1e3),
+            **({"routed_tokens": sum(routed)} if (routed := engine.routed_tokens()) else {}),
         },
         latency_us=engine.latency_us(),
         nbytes={path: entry.nbytes for path, entry in engine.transfers.paths.items()},

@@ -1,0 +1,119 @@
+"""What a scenario may ask of the engine beyond serving: more collectives, other rules, and the same tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from local_ranks import Trial, Trials
+
+from harness.ledger import LedgerReader
+from harness.ledger_snapshot import Snapshot
+from serving.model_config import TINY
+
+if TYPE_CHECKING:
+    from local_ranks import LocalRanks
+
+MIX = {
+    "kind": "prefix_tree",
+    "requests": 8,
+    "root_tokens": 12,
+    "child_tokens": (0, 24),
+    "decode_tokens": (3, 10),
+    "grammar_share": 0.4,
+}
+
+
+def decisions(trial: Trial, rank: int = 0) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(trial.spec.decisions_paths[rank]).read_text().splitlines()]
+
+
+def snapshot(trial: Trial, rank: int) -> Snapshot:
+    reader = LedgerReader.open(Path(trial.spec.ledger_paths[rank]))
+    try:
+        return reader.snapshot()
+    finally:
+        reader.close()
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(tmp_path_factory.mktemp("settings"), MIX)
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: LocalRanks, trials: Trials) -> Trial:
+    """One rank with nothing switched on."""
+    return ranks.trial(1, trials.of(1).spec(toggles={"overlap": "off", "graph": "off"}))
+
+
+def served(
+    ranks: LocalRanks, trials: Trials, reference: Trial, world: int, engine: dict[str, Any], **toggles: str
+) -> Trial:
+    trial = ranks.trial(world, trials.of(world).spec(engine=engine, toggles={"pinned": "pinned"} | toggles))
+    assert trial.tokens == reference.tokens
+    assert trial.finish == reference.finish
+    assert [list(result.leaks) for result in trial.results] == [[]] * world
+    for rank in range(world):
+        for group in snapshot(trial, rank).groups.values():
+            assert group.enqueued == group.completed
+    return trial
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_may_ask_for_work_left_now_and_then(
+    ranks: LocalRanks, trials: Trials, reference: Trial, world: int
+) -> None:
+    trial = served(ranks, trials, reference, world, {"sync_every": 8})
+    steps = {result.steps for result in trial.results}
+    assert len(steps) == 1 and steps.pop() % 8 == 0, "they end at the same question"
+    sync = snapshot(trial, 0).groups["sync"]
+    assert sync.enqueued == trial.results[0].steps // 8
+    assert {(record.operation, record.shape) for record in sync.recent} == {("all_reduce", (1,))}
+
+
+def test_the_guard_of_the_agreement_may_be_off(ranks: LocalRanks, trials: Trials, reference: Trial) -> None:
+    served(ranks, trials, reference, 2, {"check_steps": False, "sync_every": 4})
+
+
+def test_the_ranks_may_meet_at_the_end(ranks: LocalRanks, trials: Trials, reference: Trial) -> None:
+    trial = served(ranks, trials, reference, 2, {"exit_barrier": True})
+    for rank in range(2):
+        world = snapshot(trial, rank).groups["world"]
+        assert [record.operation for record in world.recent] == ["barrier"]
+
+
+def test_what_is_off_has_no_group(ranks: LocalRanks, trials: Trials, reference: Trial) -> None:
+    trial = served(ranks, trials, reference, 2, {})
+    assert set(snapshot(trial, 0).groups) == {"agree", "experts"}
+
+
+def test_an_attention_group_agrees_on_its_cached_pages_in_every_second_prefill(
+    ranks: LocalRanks, trials: Trials, reference: Trial
+) -> None:
+    trial = served(ranks, trials, reference, 2, {"cache_sync_every": 2})
+    for rank in range(2):
+        prefills = [step for step in decisions(trial, rank) if step["mode"] == "prefill"]
+        assert ["written_back" in step for step in prefills] == [n % 2 == 1 for n in range(len(prefills))]
+        pages = [step["written_back"] for step in prefills if "written_back" in step]
+        assert pages == sorted(pages) and pages[-1] >= MIX["root_tokens"]
+        host = snapshot(trial, rank).groups["attention_host"]
+        assert (host.ranks, host.enqueued) == ((rank,), len(pages))
+
+
+@pytest.mark.parametrize(("world", "graph"), [(1, "on"), (2, "on"), (2, "off"), (4, "on")])
+def test_the_ranks_add_up_what_each_expert_got(
+    ranks: LocalRanks, trials: Trials, reference: Trial, world: int, graph: str
+) -> None:
+    """Each computed token goes to so many experts in each layer that has any, padding to none."""
+    trial = served(ranks, trials, reference, world, {"expert_stats": True}, graph=graph)
+    steps = [step for step in decisions(trial) if any(step["tokens"])]
+    assert any(step["graph"] for step in steps) == (graph == "on")
+    layers = sum(TINY.is_moe(layer) for layer in range(TINY.num_hidden_layers))
+    expected = sum(sum(step["tokens"]) for step in steps) * TINY.num_experts_per_tok * layers
+    assert [result.counters["routed_tokens"] for result in trial.results] == [expected] * world
+    stats = snapshot(trial, 0).groups["stats"]
+    assert stats.enqueued == len(steps)
+    assert {(r.operation, r.shape) for r in stats.recent} == {("all_reduce", (TINY.n_routed_experts,))}
