@@ -331,7 +331,7 @@ class Engine:
 
     def routed_tokens(self) -> list[int]:
         """Tokens that each expert got on all ranks, all layers together; empty without ``expert_stats``."""
-        return self._forward.routed_tokens()
+        return self._forward.routed_tokens() if self._features.stats else []
 
     def latency_us(self) -> Mapping[str, list[float]]:
         """Microseconds: host time of each copy per path, and whole steps."""

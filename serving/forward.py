@@ -179,9 +179,9 @@ class Forward:
         self._device.comm.run(add, "expert_totals")
 
     def routed_tokens(self) -> list[int]:
-        """Tokens of all passes that each expert got on all ranks; empty without ``stats``. Call it when ``comm`` is
+        """Tokens of all passes that each expert got on all ranks; zeros without ``stats``. Call it when ``comm`` is
         drained."""
-        total: list[int] = self._total_X.tolist() if self._stats is not None else []
+        total: list[int] = self._total_X.tolist()
         return total
 
     def host_args(self, args: HostArgs) -> Sequence[HostArgs]:
