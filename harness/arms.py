@@ -23,6 +23,11 @@ class Expectation:
     min_rate: float | None
     mechanism: str | None
     tokens: str
+    kind: str | None = None
+    culprits: tuple[int, ...] | None = None
+    """Ranks that the diagnosis must name; None: any."""
+    stream: str | None = None
+    group: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -30,6 +35,10 @@ class Expectation:
             "min_rate": self.min_rate,
             "mechanism": self.mechanism,
             "tokens": self.tokens,
+            "kind": self.kind,
+            "culprits": None if self.culprits is None else list(self.culprits),
+            "stream": self.stream,
+            "group": self.group,
         }
 
 
@@ -123,7 +132,17 @@ def expectation(scenario: Scenario, device: str, arm: Mapping[str, str]) -> Expe
     """The most specific expectation; *never*, with equal tokens, where the scenario says nothing."""
     found = matching(scenario, device, arm)
     chosen = found[0] if found else Expect()
-    return Expectation(chosen.hang, chosen.min_rate, chosen.mechanism, chosen.tokens)
+    everyone = tuple(range(scenario.target.ranks))
+    return Expectation(
+        chosen.hang,
+        chosen.min_rate,
+        chosen.mechanism,
+        chosen.tokens,
+        kind=chosen.kind,
+        culprits=everyone if chosen.culprits == "all" else chosen.culprits,
+        stream=chosen.stream,
+        group=chosen.group,
+    )
 
 
 def plan_arms(scenario: Scenario, device: str, facts: Facts | None = None) -> tuple[ArmPlan, ...]:

@@ -8,12 +8,14 @@ says ``unknown``, never ``pass``. Here single trials are judged; what the trials
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 Verdict: TypeAlias = Literal["pass", "fail", "unknown", "skipped"]
 
 NAMES = ("hang", "leak", "tokens", "pressure")
+"""Those that every trial has. ``diagnosis`` and ``fault`` are there where the scenario expects one, or breaks
+something."""
 HANGS = ("hang", "livelock", "dead", "stopped")
 """Outcomes that count as a hang."""
 
@@ -51,6 +53,14 @@ class Facts:
     tokens: Mapping[str, Sequence[int]]
     reference: Mapping[str, Sequence[int]] | None
     reference_why: str = ""
+    diagnosis_expected: Mapping[str, Any] = field(default_factory=dict)
+    """Of kind, mechanism, culprits, stream and group those that the scenario names."""
+    diagnosis: Mapping[str, Any] = field(default_factory=dict)
+    """The same of the trial's diagnosis; empty where it has none."""
+    silent_faults: Sequence[str] = ()
+    """Faults of this arm that never acted, in words."""
+    faults: int = 0
+    """How many faults this arm has that should act."""
     reference_is_itself: bool = False
     """It was the first trial of its seed to finish, and the others are held against it."""
 
@@ -89,7 +99,9 @@ def check(facts: Facts) -> tuple[Check, ...]:
     """All checks of one trial, in the order in which a person wants them."""
     if facts.outcome == "skipped":
         return tuple(Check(name, "skipped", facts.why_unknown) for name in NAMES)
-    return (_hang(facts), _leak(facts), _tokens(facts), _pressure(facts))
+    more = [_diagnosis(facts)] if facts.diagnosis_expected else []
+    more += [_fault(facts)] if facts.faults else []
+    return (_hang(facts), _leak(facts), _tokens(facts), _pressure(facts), *more)
 
 
 def verdict(checks: Sequence[Check]) -> Verdict:
@@ -123,6 +135,35 @@ def _hang(facts: Facts) -> Check:
     if facts.mechanism in (None, "unknown"):
         return Check("hang", "unknown", f"{what}; expected was {wanted}")
     return Check("hang", "fail", f"{what}; expected was {wanted}")
+
+
+def _diagnosis(facts: Facts) -> Check:
+    """What a hang, a slow rank or a corruption was found to be, against what the scenario names."""
+    if facts.outcome == "unknown":
+        return Check("diagnosis", "unknown", facts.why_unknown or "nothing is known of how the trial ended")
+    nothing = facts.diagnosis.get("kind", "none") == "none" and facts.diagnosis_expected.get("kind") != "none"
+    if nothing and facts.expected in ("sometimes", "any"):
+        return Check("diagnosis", "skipped", "nothing stopped")
+    if not facts.diagnosis:
+        return Check("diagnosis", "fail", "nothing was found to explain")
+    wrong = [
+        f"{name} is {_plain(facts.diagnosis.get(name))}, expected was {_plain(wanted)}"
+        for name, wanted in facts.diagnosis_expected.items()
+        if facts.diagnosis.get(name) != wanted
+    ]
+    if wrong:
+        return Check("diagnosis", "fail", "; ".join(wrong))
+    return Check("diagnosis", "pass", f"{', '.join(facts.diagnosis_expected)} as expected")
+
+
+def _plain(value: Any) -> str:
+    return "none" if value is None or value == [] else str(value)
+
+
+def _fault(facts: Facts) -> Check:
+    if facts.silent_faults:
+        return Check("fault", "unknown", f"never acted: {'; '.join(facts.silent_faults)}")
+    return Check("fault", "pass", f"{facts.faults} acted")
 
 
 def _leak(facts: Facts) -> Check:

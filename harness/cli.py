@@ -23,6 +23,8 @@ from typing import Annotated, Any, NoReturn, ParamSpec
 import typer
 
 from harness.cli_text import doctor_lines, plan, plan_lines
+from harness.fault_model import load_file, registered
+from harness.faults import FaultError
 from harness.launch_plan import commands
 from harness.request import BadRequest, OnHang, RunOutcome, RunRequest
 from harness.scenario import (
@@ -160,6 +162,19 @@ def load_scenarios(names: Sequence[str], settings: Sequence[str], device: str | 
     return tuple(scenarios)
 
 
+def load_faults(files: Sequence[Path]) -> None:
+    """Registers the faults of the user's own files, which scenarios then may name."""
+    names = [path.name for path in files]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        fail_usage(f"--faults: two files are named {', '.join(twice)}; rename one")
+    try:
+        for path in files:
+            load_file(path.absolute())
+        registered()
+    except FaultError as error:
+        fail_usage(f"--faults {error}")
+
+
 def device_of(scenarios: Sequence[Scenario]) -> str:
     """Where to run when no ``--device`` says so: where all the scenarios say, sim where none does."""
     wanted = {scenario.target.device or "sim": scenario.name for scenario in scenarios}
@@ -193,6 +208,10 @@ RunDeviceOption = Annotated[
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Changes a key, as workload.requests=401."),
+]
+Faults = Annotated[
+    list[Path] | None,
+    typer.Option("--faults", metavar="FILE", help="A Python file that registers faults of your own."),
 ]
 OnHangOption = Annotated[str, typer.Option(metavar="end|hold[=30m]", help="What to do with hung ranks.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, as runs/latest.")]
@@ -266,10 +285,12 @@ def run_command(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where runs are stored.")] = Path("runs"),
     allow_skip: Annotated[bool, typer.Option("--allow-skip", help="Exit 0 when all was skipped.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Prints the trials and runs none.")] = False,
+    faults: Faults = None,
     as_json: Json = False,
 ) -> None:
     """Runs scenarios: N trials per arm, watched, diagnosed and reported."""
     action, hold_s = parse_on_hang(on_hang)
+    load_faults(faults or ())
     loaded = load_scenarios(scenarios, settings or (), device)
     request = RunRequest(
         scenarios=loaded,
@@ -284,6 +305,7 @@ def run_command(
         allow_skip=allow_skip,
         json=as_json,
         time_budget_s=None if time_budget is None else parse_duration_s(time_budget),
+        fault_files=tuple(path.absolute() for path in faults or ()),
         argv=tuple(sys.argv[1:]),
     )
     check_targets(request.scenarios)

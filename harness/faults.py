@@ -1,129 +1,185 @@
-"""Fault sites: what the engine, the device and the comm layer pass through, and what may happen there.
+"""Fault sites, and what passes them: the seam at which the engine, the device and the comm layer can be broken.
 
 A site is a name. Code that passes one asks ``if faults.ACTIVE is not None`` and, only then, visits it: with
-no fault active a site costs one attribute test. Jitter, the visitor here, breaks nothing: it delays operations
-at the boundaries of copies, events and collectives.
+no fault active a site costs one attribute test. A visit makes a ``Passing``: what the code is about to do, in named
+values, some of which the visitor may change; where the site allows it, the visitor may also have the code leave it
+out. ``SITES`` says what each site offers. Visitors are faults (``fault_model.py``) and jitter (``jitter.py``).
 
-Not here: which faults a scenario chooses (``scenario.py``) and the defects of the simulated device
-(``devices/sim.py``), which model a platform and not a mistake of the engine.
+Not here: the faults themselves (``fault_library.py``), which of them a scenario chooses, and the defects of the
+simulated device (``devices/sim.py``), which model a platform and not a mistake of the engine.
 """
 
 from __future__ import annotations
 
-import math
-import random
-import threading
-import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-SITES = (
-    "copy.h2d",
-    "copy.d2h",
-    "event.record",
-    "event.wait",
-    "graph.update",
-    "graph.replay",
-    "host.reuse",
-    "comm.before",
-    "comm.after",
-    "rank.step",
-)
+from typing import Any, Literal, Protocol
 
 
 class FaultError(ValueError):
-    """A site that does not exist, or a parameter out of range."""
+    """A site that does not exist, a value that a site does not offer, or a parameter out of range."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a pass offers. ``thread``: which one passes it: the host, a stream's, or the one that carries a
+    collective."""
+
+    what: str
+    thread: Literal["host", "stream"]
+    keys: tuple[str, ...] = ()
+    """Values that a fault may look at, and that ``where`` may ask for."""
+    changes: tuple[str, ...] = ()
+    """Those of them that a fault may change."""
+    skip: str = ""
+    """What leaving it out means; empty: it cannot be left out."""
+
+
+SITES: Mapping[str, Site] = {
+    # The rank, on its host thread.
+    "rank.step": Site("a step begins", "host", ("step", "engine"), (), ""),
+    "rank.batch": Site(
+        "the rank has its batch and tells the others of it",
+        "host", ("step", "mode", "tokens", "grammar", "batch"), (),
+        "the agreement: the rank goes by what it knows itself",
+    ),
+    "rank.plan": Site(
+        "all ranks have agreed on the step",
+        "host", ("step", "mode", "tokens", "idle", "plan", "buckets"), ("plan",), "",
+    ),
+    "rank.launch": Site(
+        "the forward pass is about to be enqueued",
+        "host", ("step", "mode", "tokens", "idle", "graph", "bucket", "grammar"), (),
+        "the whole forward pass",
+    ),
+    "rank.layer": Site(
+        "an eager step is about to enqueue one part of a layer, with its collectives",
+        "host", ("part", "layer", "tokens", "idle"), (), "that part",
+    ),
+    "rank.result": Site(
+        "the host waits for the tokens of a step", "host", ("step", "sampled", "grammar"), (), "the wait",
+    ),
+    "rank.token": Site(
+        "the host takes a sampled token of a request",
+        "host", ("step", "request", "token", "grammar", "engine"), ("token",), "",
+    ),
+    "rank.log": Site("the rank writes its journal", "host", ("step", "descriptor"), (), ""),
+    "rank.exit": Site("the rank has no work left and is about to leave", "host", ("engine",), (), ""),
+    "scheduler.victims": Site(
+        "requests are about to be retracted, the first one first",
+        "host", ("victims", "forced"), ("victims",), "",
+    ),
+    "scheduler.abort": Site(
+        "a request that can never fit is given up", "host", ("request", "reason"), (),
+        "giving it up: it waits on",
+    ),
+    # Collectives.
+    "comm.enqueue": Site(
+        "a collective on device tensors is about to be enqueued",
+        "host", ("group", "operation", "shape", "dtype", "tensor", "stream", "enqueue", "capturing"),
+        ("tensor", "stream"), "the collective; ``enqueue()`` makes it later",
+    ),
+    "comm.host": Site(
+        "a collective of the control plane is about to be entered",
+        "host", ("group", "operation", "values", "root"), ("group", "values", "root"),
+        "the collective; the rank goes on with its own values",
+    ),
+    "comm.create": Site("a communicator is about to be made", "host", ("group",), (), ""),
+    "comm.before": Site(
+        "the stream is about to carry a collective", "stream",
+        ("group", "operation", "sequence", "heap"), (), "",
+    ),
+    "comm.after": Site("a collective is done", "stream", ("group", "operation", "sequence"), (), ""),
+    "symm.register": Site(
+        "the symmetric heap is too small and is about to grow, together with the others'",
+        "stream", ("group", "nbytes", "heap"), ("nbytes",), "",
+    ),
+    # The device.
+    "copy.h2d": Site("a copy to the device begins", "stream", ("stream", "label"), (), ""),
+    "copy.d2h": Site("a copy to the host begins", "stream", ("stream", "label"), (), ""),
+    "event.record": Site(
+        "an event is recorded", "stream", ("stream", "event", "record"), (),
+        "the record: it is lost; ``record()`` makes it",
+    ),
+    "event.wait": Site("a stream waits for an event", "stream", ("stream", "event"), (), "the wait"),
+    "graph.update": Site(
+        "new host arguments are bound to one operation of a graph", "stream", ("graph", "layer", "args"),
+        ("args",), "",
+    ),
+    "graph.replay": Site("a graph's replay begins", "stream", ("graph",), (), ""),
+    "device.operation": Site("an operation of a stream begins", "stream", ("stream", "label"), (), ""),
+    "host.reuse": Site(
+        "a host block is handed out again", "host", ("pinned", "nbytes"), (), ""
+    ),
+    "host.fence": Site(
+        "a host block is wanted whose last copy may be pending", "host", ("pinned", "nbytes"), (),
+        "the look at that copy: the block is handed out while it is read",
+    ),
+}  # fmt: skip
+"""Every site. A value that cannot be written in TOML (a plan, an engine, a tensor) is for faults only."""
+
+
+@dataclass(slots=True)
+class Passing:
+    """One pass of a site. Visitors look at ``values``, change those that the site lets them, or ``skip``."""
+
+    site: str
+    rank: int
+    step: int
+    """The host's step at that moment; on a stream's thread the host may be a step ahead."""
+    values: dict[str, Any]
+    skipped: bool = False
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return self.values[key]
+        except KeyError:
+            offered = ", ".join(SITES[self.site].keys) or "nothing"
+            raise FaultError(f"{self.site} has no value {key!r}; it offers {offered}") from None
+
+    def change(self, key: str, value: Any) -> None:
+        """The code goes on with ``value`` instead. Raises FaultError for one that the site does not let change."""
+        if key not in SITES[self.site].changes:
+            may = ", ".join(SITES[self.site].changes) or "nothing"
+            raise FaultError(f"{self.site} does not let {key!r} be changed, only {may}")
+        self.values[key] = value
+
+    def skip(self) -> None:
+        """The code leaves out what ``SITES`` says of this site. Raises FaultError where it cannot."""
+        if not SITES[self.site].skip:
+            raise FaultError(f"{self.site} cannot be left out")
+        self.skipped = True
 
 
 class Visitor(Protocol):
     """Something that acts where a site is passed, on the thread that passes it."""
 
-    def visit(self, site: str, **context: Any) -> None: ...
-
-
-class Chain:
-    """Several visitors, in order."""
-
-    def __init__(self, visitors: Iterable[Visitor]) -> None:
-        self._visitors = tuple(visitors)
-
-    def visit(self, site: str, **context: Any) -> None:
-        for visitor in self._visitors:
-            visitor.visit(site, **context)
-
-
-@dataclass(frozen=True, slots=True)
-class JitterOptions:
-    """Seeded delays. Lengths are log-uniform, as in rr's chaos mode: short ones often, long ones rarely."""
-
-    probability: float = 0.0
-    """Share of passes that are delayed, 0 to 1."""
-    low_us: float = 1.0
-    high_us: float = 2_000.0
-    sites: tuple[str, ...] = ("copy.h2d", "copy.d2h", "event.wait", "graph.update", "comm.before")
-    longest_share: float = 0.2
-    """At most this share of the wall time is spent in delays (of one rank), counted from one second before
-    the start so that the first steps are delayed too."""
-
-    def __post_init__(self) -> None:
-        unknown = sorted(set(self.sites) - set(SITES))
-        if unknown:
-            raise FaultError(f"jitter.sites: {unknown} do not exist; allowed: {', '.join(SITES)}")
-        if not 0.0 <= self.probability <= 1.0:
-            raise FaultError(f"jitter.probability: {self.probability} is not between 0 and 1")
-        if not 0.0 <= self.longest_share <= 1.0:
-            raise FaultError(f"jitter.longest_share: {self.longest_share} is not between 0 and 1")
-        if not 0.0 < self.low_us <= self.high_us:
-            raise FaultError(
-                f"jitter: low_us {self.low_us} must be above 0 and not above high_us {self.high_us}"
-            )
+    def visit(self, passing: Passing) -> None: ...
 
 
 @dataclass(slots=True)
-class Jitter:
-    """Delays the thread that passes a site. For one seed the n-th pass of a site draws the same delay, which is
-    left out where it would exceed ``longest_share``."""
+class Active:
+    """The visitors of this process, in order, and the step that its host has begun."""
 
-    options: JitterOptions
-    seed: int
-    rank: int
-    delayed: int = 0
-    _spent_s: float = 0.0
-    _started_s: float = field(default_factory=time.monotonic)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _random: dict[str, random.Random] = field(default_factory=dict)
+    visitors: tuple[Visitor, ...]
+    rank: int = 0
+    step: int = field(default=0, init=False)
 
-    def visit(self, site: str, **context: Any) -> None:
-        if site not in self.options.sites:
-            return
-        delay_s = self._draw(site)
-        if delay_s > 0.0:
-            time.sleep(delay_s)
-
-    def _draw(self, site: str) -> float:
-        with self._lock:
-            source = self._random.get(site)
-            if source is None:
-                source = self._random[site] = random.Random(f"{self.seed}/{self.rank}/{site}")
-            chosen = source.random() < self.options.probability
-            exponent = source.uniform(math.log(self.options.low_us), math.log(self.options.high_us))
-            if not chosen:
-                return 0.0
-            delay_s = math.exp(exponent) * 1e-6
-            elapsed_s = time.monotonic() - self._started_s + 1.0
-            if self._spent_s + delay_s > self.options.longest_share * elapsed_s:
-                return 0.0
-            self._spent_s += delay_s
-            self.delayed += 1
-            return delay_s
+    def visit(self, site: str, **values: Any) -> Passing:
+        """Raises what a visitor raises: that is what the code at the site then sees."""
+        if site == "rank.step":
+            self.step = values["step"]
+        passing = Passing(site, self.rank, self.step, values)
+        for visitor in self.visitors:
+            visitor.visit(passing)
+        return passing
 
 
-ACTIVE: Visitor | None = None
+ACTIVE: Active | None = None
 """What is visited now in this process; None (the usual case) costs one attribute test at each site."""
 
 
-def activate(*visitors: Visitor) -> None:
+def activate(*visitors: Visitor, rank: int = 0) -> None:
     """Makes the visitors active in this process, replacing those before; none at all switches them off."""
     global ACTIVE  # noqa: PLW0603 - one attribute test per site is the point
-    ACTIVE = None if not visitors else visitors[0] if len(visitors) == 1 else Chain(visitors)
+    ACTIVE = Active(visitors, rank) if visitors else None

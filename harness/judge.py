@@ -9,7 +9,7 @@ whose driver was killed can be judged at all. Checks and diagnosis themselves ar
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ class TrialContext:
     simulation: bool
     retractions_required: int
     rerun: str
+    faults: Sequence[Document] = ()
+    """The faults of its arm, as the ranks had them."""
 
 
 def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str, Any]:
@@ -70,18 +72,20 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
         reference_why=reference_why,
         reference_is_itself=of == context.planned["id"],
     )
-    checks = check(facts)
     compared = compare_tokens(tokens, wanted or {}, whole=facts.finished)
     store.forget_diagnosis()  # of an earlier judgement
+    captured = diagnosis is not None
     if outcome == "healthy" and compared.differ:
         outcome = "corrupt"
         differs = Fact(f"{compared.differ} requests differ, first {compared.first}", "tokens.json")
-        store.write_diagnosis(nothing_stopped((differs,), (), simulation=context.simulation).to_json())
+        diagnosis = nothing_stopped((differs,), (), simulation=context.simulation)
     elif diagnosis is None and outcome != "healthy":
         lack = Missing("a capture", why)
-        store.write_diagnosis(nothing_stopped((), (lack,), simulation=context.simulation).to_json())
+        diagnosis = nothing_stopped((), (lack,), simulation=context.simulation)
+    checks = check(replace(facts, **_explained(diagnosis, context, store.path)))
     if diagnosis is not None:
         store.write_diagnosis(diagnosis.to_json())
+    if captured:
         merged = merge(stacks for sample in stored.samples for stacks in _stacks(sample.stacks).values())
         write_json(store.evidence / "merged.json", tree_to_json(merged))
     planned = context.planned
@@ -115,6 +119,44 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
     }
     store.write_trial(document)
     return document
+
+
+def _explained(diagnosis: Diagnosis | None, context: TrialContext, trial: Path) -> dict[str, Any]:
+    """What the checks of the diagnosis and of the faults look at."""
+    planned = context.planned["expected"]
+    names = ["kind", "culprits", "stream", "group", *(["mechanism"] if planned.get("kind") else [])]
+    said: dict[str, Any] = {}
+    if diagnosis is not None:
+        collective = diagnosis.collective
+        said = {
+            "kind": diagnosis.kind,
+            "mechanism": diagnosis.mechanism,
+            "culprits": sorted(one.rank for one in diagnosis.culprits if one.rank is not None),
+            "stream": diagnosis.stream,
+            "group": None if collective is None else collective.group,
+        }
+    acted = _acted(trial)
+    due = {index: one for index, one in enumerate(context.faults) if one["probability"] > 0}
+    silent = [_fault_words(one) for index, one in due.items() if index not in acted]
+    return {
+        "diagnosis_expected": {name: planned[name] for name in names if planned.get(name) is not None},
+        "diagnosis": said,
+        "faults": len(due),
+        "silent_faults": silent,
+    }
+
+
+def _fault_words(fault: Document) -> str:
+    return f"{fault['name']} at {fault['site']}" if fault["site"] else str(fault["name"])
+
+
+def _acted(trial: Path) -> set[int]:
+    """Indices of the faults that acted on some rank, as the ranks wrote it."""
+    return {
+        int(json.loads(line)["index"])
+        for path in sorted((trial / "faults").glob("rank*.jsonl"))
+        for line in path.read_bytes().split(b"\n")[:-1]
+    }
 
 
 def journal_tokens(trial: Path) -> dict[str, list[int]]:

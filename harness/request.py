@@ -41,6 +41,8 @@ class RunRequest:
     json: bool = False
     """Nothing but the report may go to standard output."""
     time_budget_s: float | None = None
+    fault_files: tuple[Path, ...] = ()
+    """Python files that register faults; they have been loaded here, and every rank loads them too."""
     argv: tuple[str, ...] = ()
     """The command line without the program's name."""
 

@@ -16,6 +16,8 @@ from typing import Any
 from harness.arms import ArmPlan, expand, plan_arms
 from harness.checkers import HANGS
 from harness.cluster import ClusterError, check_address
+from harness.fault_model import load_file
+from harness.faults import FaultError
 from harness.judge import HISTORY, judge
 from harness.launch_plan import arm_spec, commands
 from harness.machine import machine_facts, versions
@@ -43,12 +45,14 @@ def rerun(path: Path, trial: str | None, overrides: Mapping[str, Any]) -> RunOut
     ScenarioError or BadRequest."""
     stored = RunStore.open(path)
     document = stored.document
+    files = _load_faults(stored)
     planned = _choose(stored, trial)
     entry = next(e for e in document["scenarios"] if e["name"] == planned["scenario"])
     scenario = from_record(entry, device=document["device"])
     request = RunRequest(
-        scenarios=(scenario,), device=document["device"], seed=planned["seed"], trials=1, **overrides
-    )
+        scenarios=(scenario,), device=document["device"], seed=planned["seed"], trials=1,
+        fault_files=files, **overrides,
+    )  # fmt: skip
     job, arms = _job(scenario, request)
     chosen = [plan for plan in job.trials if dict(plan.arm) == planned["arm"]]
     if not chosen:
@@ -113,6 +117,7 @@ def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
         ],
         "planned": [plan.to_json() for job, _ in jobs for plan in job.trials],
         "settings": list(request.settings),
+        "fault_files": [path.name for path in request.fault_files],
         "allow_skip": request.allow_skip,
         "driver": {"pid": own.pid, "start_time_ticks": own.start_time_ticks},
     }
@@ -120,6 +125,8 @@ def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
         store = RunStore.create(request.out, name, manifest)
     except StoreError as failure:  # nothing has started: --out is what is wrong
         raise BadRequest(f"--out {request.out}: {failure}") from failure
+    for path in request.fault_files:  # a run can be repeated without the user's file
+        store.keep_fault_file(path)
     error: str | None = None
     absent = _absent(request)
     try:
@@ -194,6 +201,7 @@ def _judge_stored(store: RunStore, *, only_unjudged: bool) -> None:
     driver = document.get("driver")
     if document.get("finished_utc") is None and driver is not None and alive(ProcessId(**driver)):
         raise BadRequest(f"{store.path}: the run is still going on (pid {driver['pid']}); wait for its end")
+    _load_faults(store)
     for entry in document["scenarios"]:
         plans = [
             plan
@@ -211,6 +219,17 @@ def _judge_stored(store: RunStore, *, only_unjudged: bool) -> None:
                 context(plan, scenario, store.path, bool(document["simulation"])),
                 reference_path(store.path, scenario.name, plan["seed"]),
             )
+
+
+def _load_faults(store: RunStore) -> tuple[Path, ...]:
+    """The files of faults that the run was made with, registered again."""
+    files = store.fault_files()
+    try:
+        for path in files:
+            load_file(path)
+    except FaultError as error:
+        raise BadRequest(f"{store.path}: {error}") from error
+    return files
 
 
 def _choose(store: RunStore, trial: str | None) -> Mapping[str, Any]:

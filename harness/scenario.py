@@ -13,19 +13,24 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, reduce
+from operator import or_
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from harness.arms import ArmPlan, Expectation, TrialPlan, arm_string, expand, plan_arms
+from harness.fault_model import registered
+from harness.scenario_faults import FaultTable, ForeignFault
 from harness.scenario_model import Scenario
 from harness.scenario_rules import Problem, broken_rules
 from harness.toggles import BUILTIN
 
 __all__ = [
-    "ArmPlan", "Expectation", "Problem", "Scenario", "ScenarioError", "TrialPlan", "arm_string", "expand",
+    "ArmPlan", "Expectation", "Problem", "Scenario", "ScenarioError", "TrialPlan", "arm_string", "corpus_files",
+    "expand",
     "find_scenario", "from_record", "list_scenarios", "load", "plan_arms", "record", "scenario_files",
 ]  # fmt: skip
 
@@ -49,6 +54,12 @@ def scenario_files() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
+def corpus_files() -> dict[str, Path]:
+    """The scenarios of the hang corpus and its controls: file by name."""
+    folder = Path(str(importlib.resources.files("scenarios"))) / "corpus"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
 def list_scenarios() -> tuple[Scenario, ...]:
     """The scenarios that come with hangrig. Raises ScenarioError when one is broken."""
     return tuple(load(path) for path in scenario_files().values())
@@ -57,7 +68,7 @@ def list_scenarios() -> tuple[Scenario, ...]:
 def find_scenario(name_or_path: str) -> Path:
     """The file of a scenario, by path or by the name of one that comes with hangrig. Raises ScenarioError."""
     path = Path(name_or_path)
-    known = scenario_files()
+    known = scenario_files() | corpus_files()
     if path.suffix == ".toml" or path.parent != Path():
         if path.is_file():
             return path
@@ -119,13 +130,14 @@ def validate(
         raise ScenarioError(problems)
     if isinstance(model := changed.get("model"), dict) and isinstance(model.get("directory"), str):
         model["directory"] = _directory(model["directory"], changed)
+    model = _model_for(changed)
     try:
-        scenario = Scenario.model_validate(changed)
+        scenario = model.model_validate(changed)
     except ValidationError as error:
-        raise ScenarioError(_from_pydantic(error, changed, where, keys)) from error
+        raise ScenarioError(_from_pydantic(error, changed, where, keys, model)) from error
     narrowed = narrowed or any(key.split(".")[0] in ("arms", "toggles", "expect") for key in keys)
     broken = [
-        Problem(_origin(key, where, keys), key, None if value is None else _toml(value), what, remedy)
+        Problem(_origin(key, where, keys, model), key, None if value is None else _toml(value), what, remedy)
         for key, value, what, remedy in broken_rules(scenario, narrowed=narrowed)
     ]
     if broken:
@@ -140,6 +152,19 @@ def _directory(text: str, document: Mapping[str, Any]) -> str:
     if foreign and not text.startswith((".", "~", "/")) and not Path(text).is_dir():
         return text
     return str(Path(text).expanduser().absolute())
+
+
+def _model_for(document: Mapping[str, Any]) -> type[Scenario]:
+    """The scenario's model with the faults that its target knows; for the built-in engine those are registered."""
+    target = document.get("target")
+    name = target.get("name", BUILTIN) if isinstance(target, dict) else BUILTIN
+    return _with_faults(tuple(registered().values()) if name == BUILTIN else None)
+
+
+@lru_cache(maxsize=8)
+def _with_faults(own: tuple[type[FaultTable], ...] | None) -> type[Scenario]:
+    one: Any = ForeignFault if own is None else Annotated[reduce(or_, own), Field(discriminator="name")]
+    return create_model("Scenario", __base__=Scenario, __doc__=Scenario.__doc__, faults=(tuple[one, ...], ()))
 
 
 def _own_device(document: Mapping[str, Any]) -> str:
@@ -230,10 +255,14 @@ def _write(document: dict[str, Any], path: Sequence[str], value: Any) -> str | N
 # --- wording -----------------------------------------------------------------------------------------------
 
 
-def _origin(key: str, where: str, keys: Mapping[str, str]) -> str:
+def _origin(key: str, where: str, keys: Mapping[str, str], model: type[Scenario]) -> str:
     """``--set`` for a key that a setting wrote, or that is unknown because one wrote into it; else the file."""
     within = any(key == k or key.startswith(f"{k}.") for k in keys)
-    return SETTING if within or (key not in _KEYS and any(k.startswith(f"{key}.") for k in keys)) else where
+    return (
+        SETTING
+        if within or (key not in _keys(model) and any(k.startswith(f"{key}.") for k in keys))
+        else where
+    )
 
 
 def _toml(value: Any) -> str:
@@ -241,23 +270,28 @@ def _toml(value: Any) -> str:
 
 
 def _from_pydantic(
-    error: ValidationError, document: Mapping[str, Any], where: str, keys: Mapping[str, str]
+    error: ValidationError,
+    document: Mapping[str, Any],
+    where: str,
+    keys: Mapping[str, str],
+    model: type[Scenario],
 ) -> Iterator[Problem]:
     for detail in error.errors(include_url=False):
-        path = _without_tags(detail["loc"])
+        path = _without_tags(detail["loc"], model)
         key = ".".join(map(str, path)) or "file"
         missing = detail["type"] in ("missing", "union_tag_not_found")
         if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
             key = f"{key}.{_discriminator(path)}"
         value = None if missing else _toml(_look_up(document, key))
-        what, remedy = _words(detail, path)
-        yield Problem(_origin(key, where, keys), key, value, what, remedy)
+        what, remedy = _words(detail, path, model)
+        yield Problem(_origin(key, where, keys, model), key, value, what, remedy)
 
 
-def _without_tags(location: Sequence[int | str]) -> list[int | str]:
+def _without_tags(location: Sequence[int | str], model: type[Scenario]) -> list[int | str]:
     """pydantic puts the workload's kind, or a fault's name, into the path; a file has no such key."""
     at = {"workload": 1, "faults": 2}.get(str(location[0]) if location else "")
-    return [part for i, part in enumerate(location) if not (i == at and part in (*_KINDS, *_FAULTS))]
+    tags = (*_tags(model, "workload", "kind"), *_tags(model, "faults", "name"))
+    return [part for i, part in enumerate(location) if not (i == at and part in tags)]
 
 
 def _discriminator(path: Sequence[int | str]) -> str:
@@ -275,18 +309,18 @@ def _look_up(document: Any, key: str) -> Any:
     return document
 
 
-def _words(detail: ErrorDetails, path: Sequence[int | str]) -> tuple[str, str]:
+def _words(detail: ErrorDetails, path: Sequence[int | str], model: type[Scenario]) -> tuple[str, str]:
     """What is wrong, and what to do."""
     context = detail.get("ctx", {})
     match detail["type"]:
         case "extra_forbidden":
-            return "unknown key", _guess_key(path)
+            return "unknown key", _guess_key(path, model)
         case "missing":
             return "is missing", "add it"
         case "union_tag_not_found":
-            return "is missing", f"allowed: {', '.join(_choices(path))}"
+            return "is missing", f"allowed: {', '.join(_choices(path, model))}"
         case "union_tag_invalid":
-            return "is not allowed", _guess_value(str(context["tag"]), _choices(path))
+            return "is not allowed", _guess_value(str(context["tag"]), _choices(path, model))
         case "literal_error":
             allowed = re.findall(r"'([^']*)'", str(context["expected"]))
             return "is not allowed", _guess_value(str(detail["input"]), allowed)
@@ -304,18 +338,20 @@ def _guess_value(value: str, allowed: Sequence[str]) -> str:
     return f"{guess}allowed: {', '.join(allowed)}"
 
 
-def _guess_key(path: Sequence[int | str]) -> str:
+def _guess_key(path: Sequence[int | str], model: type[Scenario]) -> str:
     *tables, name = [part for part in path if isinstance(part, str)]
-    siblings = {key.rpartition(".")[2]: key for key in _KEYS if key.rpartition(".")[0] == ".".join(tables)}
+    keys = _keys(model)
+    siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == ".".join(tables)}
     near = [siblings[one] for one in difflib.get_close_matches(name, siblings, n=1)]
-    elsewhere = [key for key in _KEYS if key.rpartition(".")[2] == name]  # the right name in the wrong table
+    elsewhere = [key for key in keys if key.rpartition(".")[2] == name]  # the right name in the wrong table
     close = [*near, *elsewhere] if tables else [*elsewhere, *near]
     guess = f"did you mean {close[0]}? " if close else ""
     return f"{guess}allowed: {', '.join(siblings)}"
 
 
-def _choices(path: Sequence[int | str]) -> Sequence[str]:
-    return _FAULTS if _discriminator(path) == "name" else _KINDS
+def _choices(path: Sequence[int | str], model: type[Scenario]) -> Sequence[str]:
+    faults = _discriminator(path) == "name"
+    return _tags(model, "faults", "name") if faults else _tags(model, "workload", "kind")
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -333,14 +369,17 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _all_keys(inner, f"{prefix}{name}.")
 
 
-_KEYS: Sequence[str] = tuple(dict.fromkeys(_all_keys(Scenario)))
-_FAULTS: Sequence[str] = tuple(
-    name
-    for model in _models(Scenario.model_fields["faults"].annotation)
-    for name in get_args(model.model_fields["name"].annotation)
-)
-_KINDS: Sequence[str] = tuple(
-    kind
-    for model in _models(Scenario.model_fields["workload"].annotation)
-    for kind in get_args(model.model_fields["kind"].annotation)
-)
+@lru_cache(maxsize=8)
+def _keys(model: type[Scenario]) -> Sequence[str]:
+    """Every dotted key of the file format."""
+    return tuple(dict.fromkeys(_all_keys(model)))
+
+
+@lru_cache(maxsize=16)
+def _tags(model: type[Scenario], field: str, tag: str) -> Sequence[str]:
+    """The values of ``tag`` that tell the models inside ``field`` apart."""
+    return tuple(
+        value
+        for one in _models(model.model_fields[field].annotation)
+        for value in get_args(one.model_fields[tag].annotation)
+    )

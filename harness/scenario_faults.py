@@ -17,7 +17,16 @@ Mode = Literal["idle", "decode", "prefill", "any"]
 Role = Literal["rank", "server", "controller", "detokenizer", "engine_core"]
 
 
-class _Fault(Table):
+class FaultTable(Table):
+    """What every fault has, also those of the built-in engine (``fault_model.py``)."""
+
+    name: str
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = ()
+
+
+class ForeignTable(FaultTable):
+    """What the faults of a foreign engine have in common."""
+
     role: Role = "rank"
     """Which kind of process."""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = ()
@@ -27,26 +36,26 @@ class _Fault(Table):
     that fits from then on."""
 
 
-class Stop(_Fault):
+class Stop(ForeignTable):
     """SIGSTOP, from outside."""
 
     name: Literal["stop"]
 
 
-class Kill(_Fault):
+class Kill(ForeignTable):
     """SIGKILL, from outside."""
 
     name: Literal["kill"]
 
 
-class Block(_Fault):
+class Block(ForeignTable):
     """The process's main thread blocks where it takes up its next piece of work."""
 
     name: Literal["block"]
     seconds: Annotated[float, Field(gt=0)] = 3600.0
 
 
-class SkipCollective(_Fault):
+class SkipCollective(ForeignTable):
     """One collective is left out: the call returns at once, its buffers untouched."""
 
     name: Literal["skip_collective"]
@@ -58,7 +67,7 @@ class SkipCollective(_Fault):
     """Only in a step of this kind, as the rank sees it."""
 
 
-class Raise(_Fault):
+class Raise(ForeignTable):
     """A step raises before its forward pass."""
 
     name: Literal["raise"]
@@ -66,12 +75,14 @@ class Raise(_Fault):
     """Only in a step of this kind; *idle* is the batch of a rank that has no token while others have."""
 
 
-class AbortByClock(_Fault):
+class AbortByClock(ForeignTable):
     """The rank finds, by its own clock, that a running request has had its time, and drops it from its batch."""
 
     name: Literal["abort_by_clock"]
 
 
-Fault = Annotated[Stop | Kill | Block | SkipCollective | Raise | AbortByClock, Field(discriminator="name")]
+ForeignFault = Annotated[
+    Stop | Kill | Block | SkipCollective | Raise | AbortByClock, Field(discriminator="name")
+]
 OUTSIDE = ("stop", "kill")
 """Faults that need no probe."""

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
-from harness.scenario_faults import Fault
+from harness.scenario_faults import FaultTable
 from harness.scenario_table import Table
 
 Device = Literal["sim", "cpu", "cuda", "npu"]
 Pinned = Literal["pageable", "pinned", "pinned_sync", "pinned_snapshot"]
 Switch = Literal["off", "on"]
 Defect = Literal["none", "D1", "D2", "D3", "D4"]
+FaultSwitch = Literal["off", "on", "twin"]
+Kind = Literal["hang", "slow", "dead", "stopped", "livelock", "none"]
+Stream = Literal["compute", "copy", "comm", "update", "host"]
 Hang = Literal["never", "sometimes", "always", "any"]
 Tokens = Literal["equal", "differ", "any"]
 Mechanism = Literal[
@@ -227,6 +230,8 @@ class Toggles(Table):
     overlap: Switch | None = None
     prefix_cache: Switch | None = None
     defect: Defect | None = None
+    fault: FaultSwitch | None = None
+    """Of the built-in engine: the scenario's ``[[faults]]``; ``twin`` has the same ones, absent or repaired."""
 
     def values(self) -> dict[str, str]:
         """The toggles that are named, with their value."""
@@ -243,6 +248,7 @@ class Arms(Table):
     overlap: Annotated[tuple[Switch, ...], BeforeValidator(_as_list), Field(min_length=1)] | None = None
     prefix_cache: Annotated[tuple[Switch, ...], BeforeValidator(_as_list), Field(min_length=1)] | None = None
     defect: Annotated[tuple[Defect, ...], BeforeValidator(_as_list), Field(min_length=1)] | None = None
+    fault: Annotated[tuple[FaultSwitch, ...], BeforeValidator(_as_list), Field(min_length=1)] | None = None
     exclude: tuple[Toggles, ...] = ()
     """Combinations to leave out: an arm is excluded when it has all values of one entry."""
 
@@ -334,10 +340,33 @@ class Expect(Table):
     hang: Hang = "never"
     min_rate: Annotated[float, Field(gt=0, le=1)] | None = None
     """The least rate worth the name *sometimes*."""
+    kind: Kind | None = None
+    """The kind that its diagnosis must have. ``slow`` or ``none`` (corrupt) beside ``hang = "never"``: every trial
+    must be diagnosed so."""
     mechanism: Mechanism | None = None
     """The diagnosis that a hang must have."""
+    culprits: Ranks | Literal["all"] | None = None
+    """The ranks that it must name, no more and no fewer."""
+    stream: Stream | None = None
+    group: str | None = None
+    """Group of the collective that it must name."""
     tokens: Tokens = "equal"
     """Against the undisturbed reference."""
+
+
+class Corpus(Table):
+    """The scenario's place in the hang corpus (HANGS.md; ``hangrig corpus``)."""
+
+    id: Annotated[str, Field(pattern=r"^[A-Z][0-9]+$")] | None = None
+    """Row of HANGS.md; none for a control."""
+    row: Toggles = Toggles(fault="on")
+    """The arm that must be found and explained."""
+    twin: Toggles = Toggles(fault="twin")
+    """The healthy twin."""
+    ranks: tuple[Count, ...] = (2,)
+    """Numbers of ranks to run it with; ``target.dp`` keeps its share of them."""
+    quick: bool = True
+    """In the subset that fits into five minutes."""
 
 
 class Scenario(Table):
@@ -352,8 +381,9 @@ class Scenario(Table):
     engine: Engine = Engine()
     workload: Workload
     client: Client = Client()
-    faults: tuple[Fault, ...] = ()
-    """What is broken on purpose in the engine, each once in a trial."""
+    faults: tuple[SerializeAsAny[FaultTable], ...] = ()
+    """What is broken on purpose in the engine: of the built-in one ``fault_model.Fault``, registered by name; of a
+    foreign one ``scenario_faults.ForeignFault``."""
     toggles: Toggles = Toggles()
     """Fixed in every arm."""
     arms: Arms = Arms()
@@ -362,5 +392,6 @@ class Scenario(Table):
     jitter: Jitter = Jitter()
     sim: Sim = Sim()
     require: Require = Require()
+    corpus: Corpus | None = None
     expect: tuple[Expect, ...] = ()
     """Where nothing is said of an arm on a device, it must never hang and its tokens must be equal."""

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
 from harness.arms import arm_string, has_all, matching, requested_arms
-from harness.scenario_faults import OUTSIDE
+from harness.fault_model import Fault
+from harness.scenario_faults import OUTSIDE, ForeignTable
 from harness.scenario_model import Scenario
 from harness.toggles import BUILTIN, DEVICES, toggles_of
 
@@ -170,11 +173,16 @@ def _faults(scenario: Scenario) -> Iterator[Finding]:
     probed = _asked_values(scenario, "probe")
     for number, fault in enumerate(scenario.faults):
         key = f"faults.{number}"
-        if not _foreign(scenario):
+        outside = [rank for rank in fault.ranks if rank >= scenario.target.ranks]
+        if outside:
             yield (
-                f"{key}.name", fault.name, "cannot be carried out in the built-in engine",
-                "use target sglang or vllm, or the defect toggle",
+                f"{key}.ranks", list(fault.ranks),
+                f"names ranks {outside}, and target.ranks is {scenario.target.ranks}",
+                f"use ranks 0 to {scenario.target.ranks - 1}",
             )  # fmt: skip
+        if isinstance(fault, Fault):
+            yield from _twin(key, fault)
+        if not isinstance(fault, ForeignTable):
             continue
         if fault.name not in OUTSIDE and "off" in probed:
             yield (
@@ -186,13 +194,23 @@ def _faults(scenario: Scenario) -> Iterator[Finding]:
                 f"{key}.ranks", list(fault.ranks), f"names ranks, and the role is {fault.role}",
                 'remove it, or set role = "rank"',
             )  # fmt: skip
-        outside = [rank for rank in fault.ranks if rank >= scenario.target.ranks]
-        if outside:
-            yield (
-                f"{key}.ranks", list(fault.ranks),
-                f"names ranks {outside}, and target.ranks is {scenario.target.ranks}",
-                f"use ranks 0 to {scenario.target.ranks - 1}",
-            )  # fmt: skip
+
+
+def _twin(key: str, fault: Fault) -> Iterator[Finding]:
+    try:
+        fault.repaired()
+    except ValidationError as error:
+        detail = error.errors()[0]
+        name = ".".join(map(str, ("twin", *detail["loc"])))
+        yield (f"{key}.{name}", detail.get("input"), f"cannot be: {detail['msg']}", "mend the twin's values")
+
+
+def _fault_toggle(scenario: Scenario) -> Iterator[Finding]:
+    if _foreign(scenario):
+        return
+    if not scenario.faults and "fault" in _asked(scenario):
+        key = "arms.fault" if scenario.arms.fault else "toggles.fault"
+        yield (key, None, "switches nothing: the scenario has no [[faults]]", "add a fault or remove it")
 
 
 def _client(scenario: Scenario) -> Iterator[Finding]:
@@ -316,10 +334,11 @@ def _expectations(scenario: Scenario) -> Iterator[Finding]:
                 f"{key}.min_rate", expect.min_rate, f"means nothing while hang is {expect.hang}",
                 'remove it or set hang = "sometimes"',
             )  # fmt: skip
-        if expect.hang == "never" and expect.mechanism is not None:
+        told = expect.kind in ("slow", "none")
+        if expect.hang == "never" and expect.mechanism is not None and not told:
             yield (
                 f"{key}.mechanism", expect.mechanism, "names the diagnosis of a hang that must never be",
-                "remove it or expect a hang",
+                "remove it, expect a hang, or say kind = slow or none",
             )  # fmt: skip
     for device in DEVICES:
         for arm in requested_arms(scenario):
@@ -347,6 +366,7 @@ def _idle_expectations(scenario: Scenario) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Scenario], Iterator[Finding]], ...] = (
-    _target, _faults, _client, _builtin_alone, _pool, _model, _graph, _ranks, _defects, _deadlines, _jitter, _arms,
+    _target, _faults, _fault_toggle, _client, _builtin_alone, _pool, _model, _graph, _ranks, _defects, _deadlines,
+    _jitter, _arms,
     _expectations,
 )  # fmt: skip

@@ -27,6 +27,7 @@ from harness.agents import Agents
 from harness.arms import TrialPlan
 from harness.cluster import Cluster, ClusterError, ClusterOptions, ExistingCluster, LocalCluster
 from harness.controller import NEVER_BEGAN, Ended, Limits, Planned, State, TrialRun, history, latencies
+from harness.fault_model import Fault
 from harness.judge import HISTORY, TrialContext, journal_tokens, judge
 from harness.launch_plan import engine_spec
 from harness.live import LiveView
@@ -49,7 +50,14 @@ _POLL_S = 0.02
 _LINGER_S = 0.5
 _TESTIMONY_S = 10.0
 _CAPTURE_SLACK_S = 5.0
-_REFERENCE = {"pinned": "pageable", "symm_mem": "off", "graph": "off", "overlap": "off", "defect": "none"}
+_REFERENCE = {
+    "pinned": "pageable",
+    "symm_mem": "off",
+    "graph": "off",
+    "overlap": "off",
+    "defect": "none",
+    "fault": "off",
+}
 """The undisturbed reference: nothing runs ahead, nothing is captured, nothing is retracted on purpose."""
 
 
@@ -172,7 +180,7 @@ class Session:
         facts: dict[str, Any]
         try:
             processes = self._ensure(scenario, plan, ranks)
-            if reference not in self._references and not is_foreign(scenario):
+            if reference not in self._references and _wants_reference(scenario):
                 self._reference(scenario, plan, reference, agents, ranks, view)
                 processes = () if self.interrupts.count else self._ensure(scenario, plan, ranks)
             if processes:
@@ -199,7 +207,7 @@ class Session:
         if ended.captured:
             self._hold(facts, view)
         # A fault happens once in a process: where it was not met, the next trial needs another.
-        if not ended.finished or facts.get("leaks") or scenario.faults:
+        if not ended.finished or facts.get("leaks") or (scenario.faults and is_foreign(scenario)):
             left = ranks.discard(_END_S)
             pids = ", ".join(str(entry.pid) for entry in left)
             self._dirty = f"processes {pids} of an earlier trial would not die" if left else None
@@ -222,6 +230,7 @@ class Session:
         reference: bool = False,
     ) -> Ended:
         spec = _spec(scenario, plan, store, processes, self.wait_s(scenario), reference=reference)
+        spec = dataclasses.replace(spec, fault_files=[str(path) for path in self.request.fault_files])
         warm = ranks.trials > 0
         watch = AgentWatch(agents, _settings(scenario, warm=warm), store.evidence)
         limits = Limits(
@@ -337,8 +346,14 @@ def context(planned: Mapping[str, Any], scenario: Scenario, run: Path, simulatio
         world=scenario.target.ranks,
         simulation=simulation,
         retractions_required=scenario.require.retractions,
+        faults=broken(scenario, resolved(planned)),
         rerun=shlex.join(["hangrig", "rerun", str(run), planned["id"]]),
     )
+
+
+def resolved(planned: Mapping[str, Any]) -> dict[str, str]:
+    """The toggles of a planned trial as its engine has them."""
+    return {name: str(one["resolved"]) for name, one in planned["resolved"].items()}
 
 
 def _spec(
@@ -375,12 +390,31 @@ def _spec(
         journal_paths={r.rank: str(store.path / "tokens" / f"rank{r.rank}.jsonl") for r in ranks},
         timeout_s=wait_s,
         nodes={entry.rank: entry.node for entry in ranks},
+        faults=[] if reference else broken(scenario, plan.toggles),
+        fault_logs={rank: str(store.fault_log_path(rank)) for rank in numbers},
     )
+
+
+def broken(scenario: Scenario, toggles: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The faults of one arm of the built-in engine: as the scenario has them, or as its twin has."""
+    switch = toggles.get("fault", "off")
+    if switch == "off" or is_foreign(scenario):
+        return []
+    faults = [fault for fault in scenario.faults if isinstance(fault, Fault)]
+    return [(fault.repaired() if switch == "twin" else fault).model_dump(mode="json") for fault in faults]
 
 
 def is_foreign(scenario: Scenario) -> bool:
     """The engine is not the built-in one."""
     return scenario.target.name != BUILTIN
+
+
+def _wants_reference(scenario: Scenario) -> bool:
+    """Whether a trial's tokens are held against those of an undisturbed one. A foreign engine has none of its
+    own; a scenario that allows any tokens in every arm needs none."""
+    said = [one.tokens for one in scenario.expect]
+    everywhere = any(not one.arm.values() for one in scenario.expect)
+    return not is_foreign(scenario) and not (everywhere and set(said) == {"any"})
 
 
 def _tokens(ended: Ended) -> dict[str, list[int]]:

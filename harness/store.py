@@ -7,8 +7,9 @@ comes from.
     runs/latest -> <UTC time>-<name>
     runs/<UTC time>-<name>/
         run.json  trials.jsonl  report.* and the other files that reports write
+        faults/ (files of the user's own faults)
         trials/<id>/  trial.json  events.jsonl  diagnosis.json  latency.json  tokens.json
-            decisions/rank<r>.jsonl  ledger/rank<r>.ledger  evidence/ (see `read_samples`)
+            decisions/rank<r>.jsonl  faults/rank<r>.jsonl  ledger/rank<r>.ledger  evidence/ (see `read_samples`)
 
 A JSON document is replaced as a whole, through a synced temporary file, so a reader sees the old or the new
 one. A `.jsonl` file only grows; a line cut short by a crash is a problem of that line alone. In trials.jsonl
@@ -137,6 +138,11 @@ class TrialStore:
     def decisions_path(self, rank: int) -> Path:
         return self.path / "decisions" / f"rank{rank}.jsonl"
 
+    def fault_log_path(self, rank: int) -> Path:
+        """What a rank's faults did, a line each; written by the rank."""
+        folder = _make_folder(self.path / "faults")
+        return folder / f"rank{rank}.jsonl"
+
     @property
     def evidence(self) -> Path:
         return self.path / "evidence"
@@ -207,6 +213,18 @@ class RunStore:
         for name in ("decisions", "ledger", "evidence"):
             _make_folder(path / name)
         return TrialStore(trial_id, path, self.path / "trials.jsonl")
+
+    def keep_fault_file(self, path: Path) -> None:
+        """Keeps a copy of a file that registers faults. Raises StoreError."""
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise StoreError(path, f"cannot be read: {error.strerror}") from error
+        write_bytes(_make_folder(self.path / "faults") / path.name, content)
+
+    def fault_files(self) -> tuple[Path, ...]:
+        """The copies, in the order in which they were given."""
+        return tuple(self.path / "faults" / name for name in self.document.get("fault_files", ()))
 
     def finish(self, **fields: object) -> None:
         """Writes run.json for the last time, with the end time and ``fields``."""

@@ -80,6 +80,12 @@ class TrialSpec:
     nodes: Mapping[int, str] = field(default_factory=dict)
     """Name of each rank's node, for its ledger."""
     ledger: bool = True
+    faults: Sequence[Mapping[str, Any]] = ()
+    """The scenario's faults as this arm has them; none in a reference."""
+    fault_files: Sequence[str] = ()
+    """Python files that register faults of the user's own."""
+    fault_logs: Mapping[int, str] = field(default_factory=dict)
+    """Where each rank writes what its faults did."""
 
 
 @dataclass(frozen=True, slots=True)

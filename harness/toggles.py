@@ -21,6 +21,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "overlap": ("off", "on"),
     "prefix_cache": ("off", "on"),
     "defect": ("none", "D1", "D2", "D3", "D4"),
+    "fault": ("off", "on", "twin"),
 }
 """Every toggle with its values, in the order of resolution: a rule may look at the toggles before its own."""
 
@@ -112,7 +113,8 @@ def resolve(requested: Mapping[str, str], facts: Facts) -> dict[str, Resolution]
 
 def toggles_of(target: str) -> tuple[str, ...]:
     """The toggles that mean something for a target, in the order of resolution."""
-    return tuple(name for name in VALUES if name != ("probe" if target == BUILTIN else "defect"))
+    without = ("probe",) if target == BUILTIN else ("defect", "fault")
+    return tuple(name for name in VALUES if name not in without)
 
 
 def _pinned(asked: str, facts: Facts, done: Resolutions) -> Answer:
@@ -176,6 +178,12 @@ def _defect(asked: str, facts: Facts, done: Resolutions) -> Answer:
     return asked, "as requested"
 
 
+def _fault(asked: str, facts: Facts, done: Resolutions) -> Answer:
+    if asked == DEFAULT:
+        return "on", "the scenario's own faults, where it has any"
+    return asked, "as requested"
+
+
 def _probe(asked: str, facts: Facts, done: Resolutions) -> Answer:
     return ("on", "hangrig sees most with it") if asked == DEFAULT else (asked, "as requested")
 
@@ -215,6 +223,7 @@ _RULES: Mapping[str, Callable[[str, Facts, Resolutions], Answer]] = {
     "overlap": _overlap,
     "prefix_cache": _prefix_cache,
     "defect": _defect,
+    "fault": _fault,
 }
 
 

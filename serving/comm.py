@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -88,6 +89,8 @@ class Comm:
         thread. Raises GroupError for a name that ``groups.py`` does not have."""
         found = self._groups.get(name)
         if found is None:
+            if faults.ACTIVE is not None:
+                faults.ACTIVE.visit("comm.create", group=name)
             members = self.topology.members(name)
             found = self._groups[name] = Group(
                 name,
@@ -98,6 +101,7 @@ class Comm:
                 self._backends.get(name),
                 self._token,
                 self.closed,
+                self.group,
             )
         return found
 
@@ -165,8 +169,11 @@ class Group:
         process_group: dist.ProcessGroup | None,
         token: str,
         closed: Callable[[], bool],
+        other: Callable[[str], Group],
     ) -> None:
+        """``other`` gives this rank's group of another name."""
         self.name = name
+        self._other = other
         self.ranks = ranks
         self.member = ranks.index(options.rank)
         self.size = len(ranks)
@@ -202,7 +209,7 @@ class Group:
         """``out`` (size * t, ...) becomes the ranks' ``part`` (t, ...) in rank order."""
         heap, group = self._heap, self._process_group
 
-        def move() -> None:
+        def move(part: torch.Tensor) -> None:
             if heap is not None:
                 heap.all_gather(out, part)
             elif group is None:
@@ -216,7 +223,7 @@ class Group:
         """``out`` (t, ...) becomes this rank's share of the sum over ranks of ``whole`` (size * t, ...)."""
         heap, group = self._heap, self._process_group
 
-        def move() -> None:
+        def move(whole: torch.Tensor) -> None:
             if heap is not None:
                 heap.reduce_scatter(out, whole)
             elif group is None:
@@ -231,7 +238,7 @@ class Group:
         may use the result."""
         heap, group = self._heap, self._process_group
 
-        def move() -> None:
+        def move(tensor: torch.Tensor) -> None:
             if heap is not None:
                 heap.all_reduce(tensor)
             elif group is not None:
@@ -243,6 +250,11 @@ class Group:
 
     def all_gather_host(self, values: Sequence[int]) -> list[list[int]]:
         """Each member's int64 ``values`` (equally many), in member order. Blocks the host until all came."""
+        if faults.ACTIVE is not None:
+            passing = self._visit_host(faults.ACTIVE, "all_gather", values)
+            values = passing["values"]
+            if passing.skipped:
+                return [list(values)] * self.size
         mine, group = torch.tensor(list(values), dtype=torch.int64), self._process_group
 
         def move() -> list[list[int]]:
@@ -257,6 +269,13 @@ class Group:
 
     def all_reduce_host(self, values: Sequence[int], op: Reduction) -> list[int]:
         """Least, largest or sum of the members' int64 ``values`` (equally many), one by one."""
+        if faults.ACTIVE is not None:
+            passing = self._visit_host(faults.ACTIVE, "all_reduce", values)
+            values = passing["values"]
+            if passing.skipped:
+                return list(values)
+            if passing["group"] != self.name:
+                return self._other(passing["group"]).all_reduce_host(values, op)
         mine, group = torch.tensor(list(values), dtype=torch.int64), self._process_group
 
         def move() -> list[int]:
@@ -270,6 +289,13 @@ class Group:
     def broadcast_host(self, values: Sequence[int], root: int) -> list[int]:
         """The int64 values of member ``root``; all members give equally many. The operation in the ledger names
         the root, so that two roots are two operations."""
+        if faults.ACTIVE is not None:
+            passing = self._visit_host(faults.ACTIVE, "broadcast", values, root)
+            values, root = passing["values"], passing["root"]
+            if passing.skipped:
+                return list(values)
+            if passing["group"] != self.name:
+                return self._other(passing["group"]).broadcast_host(values, root)
         mine, group = torch.tensor(list(values), dtype=torch.int64), self._process_group
 
         def move() -> list[int]:
@@ -282,6 +308,8 @@ class Group:
 
     def barrier_host(self) -> None:
         """Returns when all members came."""
+        if faults.ACTIVE is not None and self._visit_host(faults.ACTIVE, "barrier", ()).skipped:
+            return
         group = self._process_group
 
         def move() -> None:
@@ -289,6 +317,11 @@ class Group:
                 dist.barrier(group=group)
 
         self._on_host("barrier", 0, move)
+
+    def _visit_host(
+        self, active: faults.Active, operation: str, values: Sequence[int], root: int | None = None
+    ) -> faults.Passing:
+        return active.visit("comm.host", group=self.name, operation=operation, values=list(values), root=root)
 
     def _on_host(self, operation: str, count: int, move: Callable[[], T]) -> T:
         """Carries a collective out on the calling thread, with what belongs to every one."""
@@ -307,8 +340,39 @@ class Group:
     # How a collective runs ---------------------------------------------------------------------------------
 
     def _enqueue(
-        self, operation: str, tensor: torch.Tensor, move: Callable[[], None], join: bool = True
+        self, operation: str, tensor: torch.Tensor, move: Callable[[torch.Tensor], None], join: bool = True
     ) -> None:
+        """``move`` carries the data of the tensor that it is given, which is ``tensor`` unless a fault has it
+        otherwise."""
+        if faults.ACTIVE is None:
+            self._put(operation, tensor, partial(move, tensor), join)
+            return
+        stream = "compute" if self._device.capturing else "comm"
+        passing = faults.ACTIVE.visit(
+            "comm.enqueue",
+            group=self.name,
+            operation=operation,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            tensor=tensor,
+            stream=stream,
+            capturing=self._device.capturing,
+            enqueue=partial(self._put, operation, tensor, partial(move, tensor), join),
+        )
+        if not passing.skipped:
+            brought = passing["tensor"]
+            self._put(operation, brought, partial(move, brought), join, stream=passing["stream"])
+
+    def _put(
+        self,
+        operation: str,
+        tensor: torch.Tensor,
+        move: Callable[[], None],
+        join: bool = True,
+        *,
+        stream: str = "comm",
+    ) -> None:
+        """Enqueues it on ``stream`` between two events, or captures it into the graph on ``compute``."""
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         label = f"{operation} {self.name}"
         if self._device.capturing:
@@ -327,12 +391,13 @@ class Group:
             self._ledger_complete(sequence)
 
         ready = self._device.event()
+        carrier = getattr(self._device, stream)
         self._device.compute.record(ready)
-        self._device.comm.wait(ready)
-        self._device.comm.run(on_comm, label, opaque=True)
+        carrier.wait(ready)
+        carrier.run(on_comm, label, opaque=True)
         if join:
             done = self._device.event()
-            self._device.comm.record(done)
+            carrier.record(done)
             self._device.compute.wait(done)
 
     def _carry(
@@ -340,7 +405,9 @@ class Group:
     ) -> None:
         """Runs on a stream: agree on what is brought, then move the data."""
         if faults.ACTIVE is not None:
-            faults.ACTIVE.visit("comm.before", group=self.name, operation=operation, sequence=sequence)
+            faults.ACTIVE.visit(
+                "comm.before", group=self.name, operation=operation, sequence=sequence, heap=self._heap
+            )
         if self._board is not None:
             self._agree_on_header(self._board, f"{operation} {dtype} {shape}")
         move()

@@ -97,13 +97,18 @@ def agree(
     buckets: Sequence[int],
     padding: Padding | None,
     check_steps: bool = True,
+    alone: bool = False,
 ) -> StepPlan:
     """The per-step agreement of all ranks. ``padding`` None chooses as SGLang does; buckets ascending.
 
     Raises AgreementError when a rank is at another step; without ``check_steps`` nobody notices, as in engines
-    whose agreement says nothing of the step.
+    whose agreement says nothing of the step. ``alone``: a rank that skips it takes all others for idle.
     """
-    rows = group.all_gather_host(local.row())
+    nobody = LocalState(local.step, Mode.IDLE, 0, local.graph, local.work)
+    if alone:
+        rows = [(local if rank == group.member else nobody).row() for rank in range(group.size)]
+    else:
+        rows = group.all_gather_host(local.row())
     steps, numbers, tokens, graphs, works = zip(*rows, strict=True)
     if check_steps and set(steps) != {local.step}:
         raise AgreementError(f"the ranks are at different steps: {list(steps)}")

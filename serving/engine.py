@@ -14,6 +14,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -152,6 +153,8 @@ class Engine:
             pass
         self._finish(self._pending)
         self._pending = None
+        if faults.ACTIVE is not None:
+            faults.ACTIVE.visit("rank.exit", engine=self)
         self._phase("drain")
         for stream in (self._device.compute, self._device.copy, self._device.comm, self._device.update):
             stream.synchronize(self.config.wait_s)
@@ -166,7 +169,7 @@ class Engine:
         self._step_began_ns = time.perf_counter_ns()
         self._phase("schedule")
         if faults.ACTIVE is not None:
-            faults.ACTIVE.visit("rank.step", rank=self._rank, step=self.steps)
+            faults.ACTIVE.visit("rank.step", step=self.steps, engine=self)
         while self._arrivals and self._arrivals[0][0] <= self.steps:
             _, request = self._arrivals.popleft()
             self._requests[request.id] = request
@@ -188,16 +191,47 @@ class Engine:
             graph=self.config.graph,
             work=work,
         )
-        return agree(
-            self._comm.group("agree"),
+        group, alone = self._comm.group("agree"), False
+        if faults.ACTIVE is not None:
+            passing = faults.ACTIVE.visit("rank.batch", **self._told(batch), batch=batch)
+            alone = passing.skipped
+        plan = agree(
+            group,
             local,
             buckets=self.config.graph_buckets,
             padding=self.config.padding,
             check_steps=self.config.check_steps,
+            alone=alone,
         )
+        if faults.ACTIVE is not None:
+            passing = faults.ACTIVE.visit(
+                "rank.plan", **self._told(batch, plan), plan=plan, buckets=self.config.graph_buckets
+            )
+            plan = passing["plan"]
+        return plan
 
-    def _launch(self, batch: Batch, plan: StepPlan) -> Launched:
+    def _told(self, batch: Batch, plan: StepPlan | None = None) -> dict[str, Any]:
+        """What a fault may look at: this rank's part of a step. ``idle``: it has no token while others have."""
+        tokens = batch.num_tokens
+        told: dict[str, Any] = {
+            "step": self.steps,
+            "mode": MODES[batch.mode].name.lower(),
+            "tokens": tokens,
+            "grammar": any(row.request.grammar is not None for row in batch.rows),
+        }
+        if plan is not None:
+            told["idle"] = tokens == 0 and not plan.empty
+        return told
+
+    def _launch(self, batch: Batch, plan: StepPlan) -> Launched | None:
+        """None when a fault left the forward pass out."""
         self._phase("launch")
+        if faults.ACTIVE is not None:
+            passing = faults.ACTIVE.visit(
+                "rank.launch", **self._told(batch, plan), graph=plan.graph, bucket=plan.bucket
+            )
+            if passing.skipped:
+                return None
         rows = batch.rows
         prefix = self._rows.assign(batch)
         if plan.graph:
@@ -264,13 +298,16 @@ class Engine:
         ended: set[str] = set()
         if pending.fetched is not None:
             self._phase("wait-result")
-            pending.fetched.done.synchronize(self.config.wait_s)
+            if not self._unawaited(pending):
+                pending.fetched.done.synchronize(self.config.wait_s)
             values = pending.fetched.tensor.tolist()
             self.transfers.release(pending.fetched)
             rows = zip(pending.sampled, values, strict=False)  # graph rows are padded
             # A request that ended after this step was launched drops the step's token.
             tokens = {request_id: token for request_id, token in rows if request_id in self._requests}
             self._phase("process")
+            if faults.ACTIVE is not None:
+                tokens = {name: self._token(pending.step, name, token) for name, token in tokens.items()}
             if self._journal is not None:
                 self._journal.append(pending.step, tokens)
             for request_id, token in tokens.items():
@@ -281,6 +318,24 @@ class Engine:
         self._end_requests([request.id for request in finished])
         if pending.batch.rows and self.scheduler.idle():  # once: it walks the pool, and peers may go on
             self.scheduler.check_integrity()
+
+    def _unawaited(self, pending: Pending) -> bool:
+        """Whether a fault has the host read a result without waiting for its copy."""
+        if faults.ACTIVE is None:
+            return False
+        grammar = any(self._grammars.constrained(name) for name in pending.sampled)
+        sampled = len(pending.sampled)
+        passing = faults.ACTIVE.visit("rank.result", step=pending.step, sampled=sampled, grammar=grammar)
+        return passing.skipped
+
+    def _token(self, step: int, request: str, token: int) -> int:
+        if faults.ACTIVE is None:
+            return token
+        grammar = self._grammars.constrained(request)
+        passing = faults.ACTIVE.visit(
+            "rank.token", step=step, request=request, token=token, grammar=grammar, engine=self
+        )
+        return int(passing["token"])
 
     def _end_step(self, batch: Batch, plan: StepPlan, written_back: int | None) -> None:
         kind = "step" if Mode.PREFILL not in plan.modes else "prefill_step"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from harness import faults
 from harness.devices.base import Device, ExternalEvent, Graph, HostArgs
 from serving.comm import Comm
 from serving.deepseek_v2 import DeepseekV2
@@ -153,11 +154,13 @@ class Forward:
         ``events``: of the attention layers, in a capture.
         """
         own = ws.hidden_TD.shape[0] > 0
+        eager = events is None
         self._device.compute.run(lambda: self._begin(ws), "embed")
         for layer in range(self._model.config.num_hidden_layers):
-            if own:
+            if own and not (eager and self._left_out(ws, layer, "attention")):
                 self._attention(ws, layer, args, None if events is None else events[layer])
-            self._mlp(ws, layer, own)
+            if not (eager and self._left_out(ws, layer, "experts" if self._model.is_moe(layer) else "mlp")):
+                self._mlp(ws, layer, own)
         if ws.sample_S.shape[0] > 0:
             self._device.compute.run(lambda: self._logits(ws), "logits")
 
@@ -183,6 +186,14 @@ class Forward:
         drained."""
         total: list[int] = self._total_X.tolist()
         return total
+
+    def _left_out(self, ws: Workspace, layer: int, part: str) -> bool:
+        """Whether a fault leaves out one part of a layer in an eager step."""
+        if faults.ACTIVE is None:
+            return False
+        tokens = ws.hidden_TD.shape[0]
+        idle = ws.plan.tokens[self._rank] == 0
+        return faults.ACTIVE.visit("rank.layer", part=part, layer=layer, tokens=tokens, idle=idle).skipped
 
     def host_args(self, args: HostArgs) -> Sequence[HostArgs]:
         """The host arguments of a captured pass: the same lengths for every layer."""

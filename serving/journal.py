@@ -11,6 +11,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from harness import faults
+
 
 class Journal:
     """Appends; each line is one write, so a reader sees whole lines. Losses are counted, not raised: a full
@@ -22,6 +24,8 @@ class Journal:
 
     def append(self, step: int, tokens: Mapping[str, int]) -> None:
         """``tokens``: the token that each request got in ``step``."""
+        if faults.ACTIVE is not None:
+            faults.ACTIVE.visit("rank.log", step=step, descriptor=self._file)
         line = json.dumps({"step": step, "tokens": tokens}, separators=(",", ":")).encode() + b"\n"
         try:
             self.lost += os.write(self._file, line) != len(line)

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
+from harness import faults
 from serving.admission import AdmissionRatio
 from serving.kv_cache import IntegrityError, KVPool
 from serving.requests import FUTURE, Batch, BatchMode, Request, Row, State
@@ -89,9 +90,7 @@ class Scheduler:
         if self._find(request.id) is not None:
             raise SchedulerError(f"request {request.id} is already known and has not ended")
         request.arrival = self._arrivals = self._arrivals + 1
-        if self._never_fits(request.length):
-            self._abort(request, self._too_large(request, request.length))
-        else:
+        if not (self._never_fits(request.length) and self._give_up(request, request.length)):
             self.waiting.append(request)
 
     def abort(self, request_id: str, reason: str) -> bool:
@@ -188,7 +187,7 @@ class Scheduler:
             budget -= rows[0].q_len
         for request in [request for request in self.waiting if not request.in_flight]:
             if self._never_fits(request.length):  # it grew while it shared its pages, and was retracted
-                self._abort(request, self._too_large(request, request.length))
+                self._give_up(request, request.length)
                 continue
             if not self._admit(request, budget):
                 break
@@ -252,24 +251,32 @@ class Scheduler:
         candidates = sorted(self._ready(), key=lambda r: (len(r.output), -len(r.prompt), -r.arrival))
         every = self.config.retract_every
         forced = every > 0 and self.forward_count % every == 0
+        if faults.ACTIVE is not None:
+            passing = faults.ACTIVE.visit("scheduler.victims", victims=candidates, forced=forced)
+            candidates = passing["victims"]
         retracted: list[str] = []
         while len(candidates) > 1:
             fits = self._growth(candidates) <= self.pool.available()
             if fits and (retracted or not forced):
                 break
-            victim = candidates.pop(0)
-            self._give_back(victim)
-            victim.state = State.WAITING
-            victim.retractions += 1
-            self.waiting.appendleft(victim)
-            retracted.append(victim.id)
-            self._counters.retractions += 1
+            self._retract(candidates.pop(0), retracted)
             self._counters.forced_retractions += fits
         if candidates and self._growth(candidates) > self.pool.available():
             last = candidates[0]
-            if self._never_fits(last.computed + 1) and not last.in_flight:  # that token may yet end it
-                self._abort(last, self._too_large(last, last.computed + 1))
+            too_large = (
+                self._never_fits(last.computed + 1) and not last.in_flight
+            )  # that token may yet end it
+            if too_large and not self._give_up(last, last.computed + 1):
+                self._retract(last, retracted)
         return retracted
+
+    def _retract(self, victim: Request, retracted: list[str]) -> None:
+        self._give_back(victim)
+        victim.state = State.WAITING
+        victim.retractions += 1
+        self.waiting.appendleft(victim)
+        retracted.append(victim.id)
+        self._counters.retractions += 1
 
     def _decode(self) -> list[Row]:
         ready = self._ready()
@@ -321,6 +328,16 @@ class Scheduler:
             self.waiting.remove(request)
         self._give_back(request)
         request.state = State.FINISHED
+
+    def _give_up(self, request: Request, tokens: int) -> bool:
+        """Aborts a request that needs more than the pool has. False when a fault has it wait on for ever."""
+        reason = self._too_large(request, tokens)
+        if faults.ACTIVE is not None:
+            passing = faults.ACTIVE.visit("scheduler.abort", request=request.id, reason=reason)
+            if passing.skipped:
+                return False
+        self._abort(request, reason)
+        return True
 
     def _abort(self, request: Request, reason: str) -> None:
         request.finish_reason = f"aborted: {reason}"

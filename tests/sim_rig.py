@@ -50,9 +50,9 @@ class SiteGate:
     only: Callable[[dict[str, Any]], bool] = lambda context: True
     passed: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
-    def visit(self, site: str, **context: Any) -> None:
-        self.passed.append((site, context))
-        if site == self.site and self.only(context):
+    def visit(self, passing: faults.Passing) -> None:
+        self.passed.append((passing.site, passing.values))
+        if passing.site == self.site and self.only(passing.values):
             self.gate()
 
 

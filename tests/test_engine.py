@@ -205,9 +205,9 @@ def jittered(seat: Seat, spec: TrialSpec) -> tuple[RankResult, int]:
     visitors: list[Any] = []
     activate = faults.activate
 
-    def noting(*active: Any) -> None:
+    def noting(*active: Any, rank: int = 0) -> None:
         visitors.extend(active)
-        activate(*active)
+        activate(*active, rank=rank)
 
     with patch.object(faults, "activate", noting):
         result = run_trial(seat, spec)
@@ -216,7 +216,7 @@ def jittered(seat: Seat, spec: TrialSpec) -> tuple[RankResult, int]:
 
 @pytest.mark.parametrize("pinned", ["pageable", "pinned"])
 def test_jitter_changes_no_token(ranks: LocalRanks, trials: Trials, reference: Trial, pinned: str) -> None:
-    jitter = {"probability": 0.3, "low_us": 10.0, "high_us": 5000.0, "sites": faults.SITES}
+    jitter = {"probability": 0.3, "low_us": 10.0, "high_us": 5000.0, "sites": tuple(faults.SITES)}
     spec = trials.spec(toggles={"pinned": pinned}, jitter=jitter)
     trial = ranks.stressed(2, spec, jittered)
     assert [outcome.error for outcome in trial.outcomes] == [None, None]

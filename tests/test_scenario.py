@@ -433,7 +433,7 @@ def foreign(**tables: Any) -> Scenario:
         ({"faults": [{"ranks": [0]}]}, "faults.0.name: is missing"),
         ({"faults": [{"name": "kill", "rank": 0}]}, "faults.0.rank=0: unknown key; did you mean faults.ranks?"),
         ({"target": {"name": "builtin", "device": "cpu"}}, "target.device=cpu: cannot be"),
-        ({"target": {"name": "builtin", "device": "sim"}, "faults": [{"name": "stop"}]}, "faults.0.name=stop"),
+        ({"target": {"name": "builtin", "device": "sim"}, "faults": [{"name": "stpo"}]}, "faults.0.name=stpo: is"),
         ({"target": {"name": "builtin", "device": "sim"}, "toggles": {"probe": "on"}}, "toggles.probe: means"),
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ from sim_rig import LONG_S, Gate, buffer_of, in_thread, joined, opened, visiting
 
 from harness.devices.base import DeviceError, DeviceTimeout
 from harness.devices.sim import CANNOT_SHOW, SimDevice, SimOptions
+from harness.faults import Passing
 from harness.ledger import LedgerReader, LedgerWriter
 
 SHORT_S = 0.02
@@ -247,8 +248,8 @@ def test_sites_are_passed_where_the_delay_must_be() -> None:
     passed: list[tuple[str, str]] = []
 
     class Names:
-        def visit(self, site: str, **context: object) -> None:
-            passed.append((site, threading.current_thread().name))
+        def visit(self, passing: Passing) -> None:
+            passed.append((passing.site, threading.current_thread().name))
 
     with opened() as device, visiting(Names()):
         event, flag = device.event(), device.external_event("layer 0")
@@ -279,7 +280,7 @@ def test_sites_are_passed_where_the_delay_must_be() -> None:
 
 def test_an_error_in_a_visitor_is_a_device_error() -> None:
     class Broken:
-        def visit(self, site: str, **context: object) -> None:
+        def visit(self, passing: Passing) -> None:
             raise OSError("link down")
 
     with opened() as device, visiting(Broken()):

@@ -103,7 +103,11 @@ def test_facts_of_a_device_that_is_not_here() -> None:
 
 
 def test_scenario_files_know_the_same_values() -> None:
-    model = {"pinned": scenario_model.Pinned, "defect": scenario_model.Defect}
+    model = {
+        "pinned": scenario_model.Pinned,
+        "defect": scenario_model.Defect,
+        "fault": scenario_model.FaultSwitch,
+    }
     for name, values in VALUES.items():
         assert get_args(model.get(name, scenario_model.Switch)) == values
     assert tuple(scenario_model.Toggles.model_fields) == tuple(VALUES)

@@ -282,14 +282,23 @@ class SimDevice:
     def _rebind(self, graph: SimGraph, args: Sequence[HostArgs]) -> None:
         """On the update stream: bind the arguments of each operation, then record its external event."""
         for layer, (node, bound) in enumerate(zip(graph.nodes, args, strict=True)):
-            if faults.ACTIVE is not None:
-                faults.ACTIVE.visit("graph.update", graph=graph.name, layer=layer)
-            node.args = bound
-            if faults.ACTIVE is not None:
-                faults.ACTIVE.visit("event.record", stream="update", event=node.flag.name)
-            if self._ledger is not None:
-                self._ledger.external_recorded(node.flag.index)
-            node.flag.record()
+            if faults.ACTIVE is None:
+                node.args = bound
+                self._record(node.flag)
+                continue
+            passing = faults.ACTIVE.visit("graph.update", graph=graph.name, layer=layer, args=bound)
+            node.args = passing["args"]
+            record = partial(self._record, node.flag)
+            passing = faults.ACTIVE.visit(
+                "event.record", stream="update", event=node.flag.name, record=record
+            )
+            if not passing.skipped:
+                record()
+
+    def _record(self, flag: Flag) -> None:
+        if self._ledger is not None:
+            self._ledger.external_recorded(flag.index)
+        flag.record()
 
     def _replay(self, graph: SimGraph) -> None:
         """On the compute stream. The waits count as made before the replay is seen to be complete, so that a

@@ -102,7 +102,7 @@ class HostAllocator:
         size = _size_class(math.prod(shape) * dtype.itemsize)
         free = self._free.setdefault((pinned, size), [])
         for index in reversed(range(len(free))):
-            if free[index].idle() or (pinned and self._forgets_copies):
+            if free[index].idle() or (pinned and (self._forgets_copies or _unfenced(free[index]))):
                 block = free.pop(index)
                 _visit_reuse(block)
                 break
@@ -238,6 +238,13 @@ class CopyEngine:
 
 def _size_class(nbytes: int) -> int:
     return max(_SMALLEST_BLOCK_BYTES, 1 << max(0, nbytes - 1).bit_length())
+
+
+def _unfenced(block: Block) -> bool:
+    """Whether a fault leaves out the look at the pending copy of a block."""
+    if faults.ACTIVE is None:
+        return False
+    return faults.ACTIVE.visit("host.fence", pinned=block.pinned, nbytes=block.memory.numel()).skipped
 
 
 def _visit_reuse(block: Block) -> None:

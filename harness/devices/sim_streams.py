@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -206,7 +207,9 @@ class Flag:
     def wait(self) -> None:
         """Waits for 1, then writes 0. On a stream thread."""
         if faults.ACTIVE is not None:
-            faults.ACTIVE.visit("event.wait", stream="compute", event=self._name)
+            passing = faults.ACTIVE.visit("event.wait", stream="compute", event=self._name)
+            if passing.skipped:
+                return
         self._life.block(self._raised, None)
         self._raised.clear()
 
@@ -239,6 +242,8 @@ class Worker:
                     continue
                 op, sequence, label = item
                 try:
+                    if sequence and faults.ACTIVE is not None:
+                        faults.ACTIVE.visit("device.operation", stream=self._worker_name, label=label)
                     op()
                     if sequence:
                         self.completed(sequence)
@@ -316,9 +321,12 @@ class SimStream(Worker):
             self._ledger.complete(self._name, sequence)
 
     def _record(self, point: Point) -> None:
+        reach = partial(self._reach, point)
         if faults.ACTIVE is not None:
-            faults.ACTIVE.visit("event.record", stream=self._name)
-        self._reach(point)
+            passing = faults.ACTIVE.visit("event.record", stream=self._name, event="", record=reach)
+            if passing.skipped:
+                return
+        reach()
 
     def _reach(self, point: Point) -> None:
         if self._transfers:
@@ -327,7 +335,9 @@ class SimStream(Worker):
 
     def _wait(self, point: Point) -> None:
         if faults.ACTIVE is not None:
-            faults.ACTIVE.visit("event.wait", stream=self._name)
+            passing = faults.ACTIVE.visit("event.wait", stream=self._name, event="")
+            if passing.skipped:
+                return
         self._life.block(point.signal, None)
 
 

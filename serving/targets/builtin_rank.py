@@ -8,10 +8,11 @@ Not here: how ranks are started and ended (``harness.cluster``), the engine's wo
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 from harness import faults
 from harness.devices.base import Device, DeviceTimeout
 from harness.devices.sim import SimDevice, SimOptions
+from harness.fault_model import arm, load_file, parse
+from harness.jitter import Jitter, JitterOptions
 from harness.ledger import LedgerWriter
 from harness.target import RankResult, TrialSpec
 from serving.comm import Comm, CommOptions
@@ -69,7 +72,8 @@ class RankActor:
         """Runs this rank's part of one trial. Raises what the engine or the device raised."""
         self._trials += 1
         began = time.monotonic()
-        faults.activate(*_visitors(spec, self._rank))
+        nemesis = _Nemesis.of(spec, self._rank)
+        faults.activate(*nemesis.visitors, rank=self._rank)
         ledger = self._make_ledger(spec) if spec.ledger else None
         device = _make_device(spec, self._device_name, self._rank, ledger)
         comm = Comm(
@@ -100,6 +104,7 @@ class RankActor:
             stuck = _close(device, closing_s)
             comm.close()
             faults.activate()
+            nemesis.close()
             journal.close()
             if ledger is not None:
                 ledger.close()
@@ -191,9 +196,29 @@ def _make_device(spec: TrialSpec, name: str, rank: int, ledger: LedgerWriter | N
     return SimDevice(options, ledger, rank)
 
 
-def _visitors(spec: TrialSpec, rank: int) -> list[faults.Visitor]:
-    options = faults.JitterOptions(**spec.jitter)
-    return [faults.Jitter(options, spec.seed, rank)] if options.probability > 0 else []
+@dataclass(frozen=True, slots=True)
+class _Nemesis:
+    """What breaks this rank's trial on purpose, and where it is told. Jitter comes first, as before anything."""
+
+    visitors: tuple[faults.Visitor, ...]
+    log: int | None
+
+    @classmethod
+    def of(cls, spec: TrialSpec, rank: int) -> _Nemesis:
+        options = JitterOptions(**spec.jitter)
+        jitter: list[faults.Visitor] = [Jitter(options, spec.seed, rank)] if options.probability > 0 else []
+        if not spec.faults:
+            return cls(tuple(jitter), None)
+        for path in spec.fault_files:
+            load_file(Path(path))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        log = os.open(spec.fault_logs[rank], flags, 0o644) if rank in spec.fault_logs else None
+        armed = arm([parse(table) for table in spec.faults], rank, seed=spec.seed, log=log)
+        return cls((*jitter, *armed), log)
+
+    def close(self) -> None:
+        if self.log is not None:
+            os.close(self.log)
 
 
 def _result(rank: int, engine: Engine, duration_s: float, steps_s: float) -> RankResult:

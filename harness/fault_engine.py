@@ -1,0 +1,82 @@
+"""Faults that break a decision of the built-in engine: its batch, its plan of a step, its victims, its heap.
+
+They see the engine's own objects through the values of a site and import nothing of it. Not here: what may be
+broken at any site (``fault_library.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any, ClassVar, Literal
+
+from harness.fault_model import Fault, register
+from harness.faults import Passing
+
+
+@register
+class ChangePlan(Fault):
+    """The rank runs the agreed step otherwise: eagerly, or in the graph of another bucket."""
+
+    name: Literal["change_plan"]
+    sites: ClassVar[tuple[str, ...]] = ("rank.plan",)
+    run: Literal["eager", "own_bucket"]
+    """``own_bucket``: the smallest one that holds this rank's own rows, instead of every rank's."""
+
+    def finds(self, passing: Passing) -> bool:
+        return bool(passing["plan"].bucket)
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        bucket = 0
+        if self.run == "own_bucket":
+            bucket = next(one for one in passing["buckets"] if one >= max(1, passing["tokens"]))
+        passing.change("plan", dataclasses.replace(passing["plan"], bucket=bucket))
+
+
+@register
+class AbortByClock(Fault):
+    """The rank finds, by its own clock, that a running request has had its time, and drops it."""
+
+    name: Literal["abort_by_clock"]
+    sites: ClassVar[tuple[str, ...]] = ("rank.step",)
+
+    def finds(self, passing: Passing) -> bool:
+        return bool(passing["engine"].scheduler.running)
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        scheduler = passing["engine"].scheduler
+        scheduler.abort(next(iter(scheduler.running)), "its time was over by this rank's clock")
+
+
+@register
+class ReorderVictims(Fault):
+    """The rank retracts in another order: what a set whose order is not fixed does."""
+
+    name: Literal["reorder_victims"]
+    sites: ClassVar[tuple[str, ...]] = ("scheduler.victims",)
+    order: Literal["reverse", "shuffle"] = "reverse"
+
+    def finds(self, passing: Passing) -> bool:
+        return len(passing["victims"]) > 1
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        victims = list(passing["victims"])
+        if self.order == "reverse":
+            victims.reverse()
+        else:
+            memory.setdefault("source", random.Random(self.seed or 0)).shuffle(victims)
+        passing.change("victims", victims)
+
+
+@register
+class GrowHeap(Fault):
+    """The symmetric heap grows on this rank alone."""
+
+    name: Literal["grow_heap"]
+    sites: ClassVar[tuple[str, ...]] = ("comm.before",)
+    nbytes: int = 64 << 20
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        heap = passing.values.get("heap")
+        if heap is not None:
+            heap.reserve(self.nbytes)

@@ -1,0 +1,318 @@
+"""The standard faults: what may be broken at any site. Registered by name; ``fault_model.py`` has what all share.
+
+Each class says at which sites it can act. What is particular to the built-in engine's scheduler, plan or heap is in
+``fault_engine.py``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+import harness.fault_engine  # noqa: F401 - registers its own
+from harness.fault_model import Fault, register
+from harness.faults import SITES, Passing
+
+ALL = tuple(SITES)
+HOST = tuple(name for name, site in SITES.items() if site.thread == "host")
+SKIPPABLE = tuple(name for name, site in SITES.items() if site.skip)
+_LONG_S = 86_400.0
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@register
+class Raise(Fault):
+    """The code at the site gets an exception; on a stream's thread it is an error of the device."""
+
+    name: Literal["raise"]
+    sites: ClassVar[tuple[str, ...]] = ALL
+    error: str = "RuntimeError"
+    """The class of a built-in exception."""
+    message: str = "broken on purpose"
+
+    @field_validator("error")
+    @classmethod
+    def _is_an_exception(cls, value: str) -> str:
+        found = getattr(builtins, value, None)
+        if not (isinstance(found, type) and issubclass(found, Exception)):
+            raise ValueError(f"{value!r} is no built-in exception; give one such as RuntimeError")
+        return value
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        raise getattr(builtins, self.error)(self.message)
+
+
+@register
+class Skip(Fault):
+    """The code leaves out what it was about to do: a collective, a part of a layer, a wait, a record."""
+
+    name: Literal["skip"]
+    sites: ClassVar[tuple[str, ...]] = SKIPPABLE
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        passing.skip()
+
+
+@register
+class Delay(Fault):
+    """The thread that passes the site takes ``seconds`` longer, asleep or computing."""
+
+    name: Literal["delay"]
+    sites: ClassVar[tuple[str, ...]] = ALL
+    seconds: Seconds
+    how: Literal["sleep", "compute"] = "sleep"
+    """``compute`` keeps a core busy in changing places of the program, as a compiler does."""
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        if self.how == "sleep":
+            time.sleep(self.seconds)
+            return
+        deadline_s = time.monotonic() + self.seconds
+        while time.monotonic() < deadline_s:
+            for compile_one in (_lower, _schedule, _emit):
+                compile_one()
+
+
+def _lower() -> int:
+    return sum(hash((at, "lower")) for at in range(20_000))
+
+
+def _schedule() -> list[int]:
+    return sorted(range(20_000), key=lambda at: (at * 7919) % 10_007)
+
+
+def _emit() -> int:
+    return len("".join(f"op{at};" for at in range(20_000)))
+
+
+@register
+class Block(Fault):
+    """The thread waits for something that never comes."""
+
+    name: Literal["block"]
+    sites: ClassVar[tuple[str, ...]] = ALL
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        threading.Event().wait(_LONG_S)
+
+
+@register
+class TakeLock(Fault):
+    """A thread takes a Python lock and dies with it; the thread that passes the site wants it."""
+
+    name: Literal["take_lock"]
+    sites: ClassVar[tuple[str, ...]] = HOST
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        lock = threading.Lock()
+        taker = threading.Thread(target=lock.acquire, name="lock-taker", daemon=True)
+        taker.start()
+        taker.join()
+        _wait_for_the_lock(lock)
+
+
+def _wait_for_the_lock(lock: threading.Lock) -> None:
+    lock.acquire(timeout=_LONG_S)
+
+
+@register
+class HoldGil(Fault):
+    """A native call keeps the interpreter's lock: no thread of the process runs Python any more."""
+
+    name: Literal["hold_gil"]
+    sites: ClassVar[tuple[str, ...]] = ALL
+    seconds: Seconds = _LONG_S
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        _native_call_that_keeps_the_gil(int(self.seconds * 1e6))
+
+
+def _native_call_that_keeps_the_gil(microseconds: int) -> None:
+    library = ctypes.PyDLL(None)  # unlike CDLL it does not let the lock go
+    for _ in range(max(1, microseconds // 1_000_000)):
+        library.usleep(min(microseconds, 999_999))
+
+
+@register
+class Stop(Fault):
+    """The process is stopped (SIGSTOP); with ``seconds``, it is continued after that time."""
+
+    name: Literal["stop"]
+    sites: ClassVar[tuple[str, ...]] = ALL
+    seconds: Seconds | None = None
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        own = os.getpid()
+        if self.seconds is None:
+            os.kill(own, signal.SIGSTOP)
+            return
+        wake = f"import os, time; time.sleep({self.seconds}); os.kill({own}, {int(signal.SIGCONT)})"
+        with subprocess.Popen([sys.executable, "-S", "-c", wake], stdin=subprocess.DEVNULL):
+            os.kill(own, signal.SIGSTOP)
+
+
+@register
+class Kill(Fault):
+    """The process is killed (SIGKILL), as the out-of-memory killer does."""
+
+    name: Literal["kill"]
+    sites: ClassVar[tuple[str, ...]] = ALL
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@register
+class FillDisk(Fault):
+    """A write meets a full disk: the site gets the kernel's own ENOSPC."""
+
+    name: Literal["fill_disk"]
+    sites: ClassVar[tuple[str, ...]] = HOST
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        descriptor = os.open("/dev/full", os.O_WRONLY)
+        try:
+            os.write(descriptor, b"\n")
+        finally:
+            os.close(descriptor)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a system without /dev/full's promise
+
+
+@register
+class BlockPipe(Fault):
+    """A write to a pipe that nobody reads: it blocks once the pipe is full."""
+
+    name: Literal["block_pipe"]
+    sites: ClassVar[tuple[str, ...]] = HOST
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        memory["reader"], writer = os.pipe()  # kept open, or the write would fail instead
+        _write_log(writer, b"x" * (1 << 20))
+
+
+def _write_log(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+@register
+class Burn(Fault):
+    """Busy processes beside the rank for ``seconds``: whoever else wants a core is starved, the watchdog too."""
+
+    name: Literal["burn"]
+    sites: ClassVar[tuple[str, ...]] = HOST
+    seconds: Seconds
+    processes: Annotated[int, Field(ge=1, le=64)] = 4
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        spin = f"import time\nend = time.monotonic() + {self.seconds}\nwhile time.monotonic() < end: pass"
+        memory["burning"] = [
+            subprocess.Popen([sys.executable, "-S", "-c", spin], stdin=subprocess.DEVNULL)
+            for _ in range(self.processes)
+        ]  # each ends by itself
+
+
+# Collectives -----------------------------------------------------------------------------------------------
+
+
+@register
+class ChangeShape(Fault):
+    """One rank brings another number of rows."""
+
+    name: Literal["change_shape"]
+    sites: ClassVar[tuple[str, ...]] = ("comm.enqueue",)
+    rows: Annotated[int, Field(ge=1)]
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        tensor = passing["tensor"]
+        passing.change("tensor", tensor.new_zeros((self.rows, *tensor.shape[1:])))
+
+
+@register
+class ChangeDtype(Fault):
+    """One rank brings another type."""
+
+    name: Literal["change_dtype"]
+    sites: ClassVar[tuple[str, ...]] = ("comm.enqueue",)
+    dtype: Literal["float16", "bfloat16", "float64"] = "bfloat16"
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        import torch  # here: whoever only reads a scenario needs none of it
+
+        passing.change("tensor", passing["tensor"].to(getattr(torch, self.dtype)))
+
+
+@register
+class ChangeGroup(Fault):
+    """A collective of the control plane goes to another group."""
+
+    name: Literal["change_group"]
+    sites: ClassVar[tuple[str, ...]] = ("comm.host",)
+    to: str
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        passing.change("group", self.to)
+
+
+@register
+class ChangeRoot(Fault):
+    """A broadcast has another root on this rank."""
+
+    name: Literal["change_root"]
+    sites: ClassVar[tuple[str, ...]] = ("comm.host",)
+    to: Annotated[int, Field(ge=0)]
+
+    def finds(self, passing: Passing) -> bool:
+        return passing.values.get("operation") == "broadcast"
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        passing.change("root", self.to)
+
+
+@register
+class ChangeStream(Fault):
+    """A collective is enqueued on another stream than the communicator's own."""
+
+    name: Literal["change_stream"]
+    sites: ClassVar[tuple[str, ...]] = ("comm.enqueue",)
+    to: Literal["copy", "update"] = "copy"
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        passing.change("stream", self.to)
+
+
+@register
+class Reorder(Fault):
+    """A collective is held back and enqueued after the next one of ``after_group``."""
+
+    name: Literal["reorder"]
+    sites: ClassVar[tuple[str, ...]] = ("comm.enqueue",)
+    held_group: str
+    after_group: str
+    times: Annotated[int, Field(ge=0)] = 2
+    """Holding one back is one time, putting it behind the other the second."""
+
+    def finds(self, passing: Passing) -> bool:
+        return passing["group"] in (self.held_group, self.after_group) and not passing["capturing"]
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        held = memory.pop("held", None)
+        if passing["group"] == self.held_group and held is None:
+            memory["held"] = passing["enqueue"]
+            passing.skip()
+        elif passing["group"] == self.after_group and held is not None:
+            passing["enqueue"]()
+            held()
+            passing.skip()
+        elif held is not None:
+            memory["held"] = held
