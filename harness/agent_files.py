@@ -117,6 +117,8 @@ class Times(BaseModel):
     suspected_s: float | None = None
     confirmed_s: float | None = None
     captured_s: float | None = None
+    went_on_s: float | None = None
+    """Of a suspicion that fell."""
 
 
 class Status(_Document):

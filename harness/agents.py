@@ -23,6 +23,7 @@ from harness.seats import Seat
 from harness.target import OtherProcess, RankProcess
 
 _BEAT_S = 2.0
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +150,14 @@ class Agents:
                 self._tell(station, capture=reason)
 
     def end_trial(self) -> None:
-        """The agents stop watching. Evidence that is not there yet will not come."""
+        """The agents stop watching. Evidence that is not there yet will not come; but one that suspects on this
+        node, whose files are the trial's, is given time to write down that the trial went on."""
+        local = self._stations.get(self._local)
+        writes = local is not None and local.command.trial is not None and _suspects(local.link.ask()[0])
         for station in self._stations.values():
             self._tell(station, trial=None, done=(), capture=None)
+        if local is not None and writes:
+            self._await(local)
         self._evidence = None
 
     def poll(self) -> tuple[AgentStatus, ...]:
@@ -183,6 +189,14 @@ class Agents:
     def _tell(self, station: _Station, **changes: Any) -> None:
         with self._lock:
             station.tell(**changes)
+
+    def _await(self, station: _Station) -> None:
+        """Until the agent has handled its newest command, is gone, or has had the time of a capture."""
+        deadline = time.monotonic() + self._options.capture_s
+        while time.monotonic() < deadline and not self._home.wait(_POLL_S):
+            status, problem = station.link.ask()
+            if problem is not None or (status is not None and status.counter >= station.command.counter):
+                return
 
     def _beat(self) -> None:
         """Remote agents take silence for the driver's end; this is the sign of life, while a trial runs
@@ -237,6 +251,10 @@ def watched_other(process: OtherProcess) -> WatchedRank:
 
 def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
+
+
+def _suspects(status: Status | None) -> bool:
+    return status is not None and status.state in ("suspect", "capturing")
 
 
 def _captured(view: AgentStatus) -> bool:

@@ -61,6 +61,8 @@ class Facts:
     """Faults of this arm that never acted, in words."""
     faults: int = 0
     """How many faults this arm has that should act."""
+    slow_s: float | None = None
+    """Of a slow trial: from its last progress until it went on, where that was seen."""
     reference_is_itself: bool = False
     """It was the first trial of its seed to finish, and the others are held against it."""
 
@@ -121,7 +123,8 @@ def _hang(facts: Facts) -> Check:
     if outcome == "slow":
         if not facts.finished:
             return Check("hang", "unknown", "it was slow, and had not finished when it was ended")
-        return Check("hang", "unknown" if expected == "always" else "pass", "it was slow, and went on")
+        after = "" if facts.slow_s is None else f" after {facts.slow_s:.1f} s"
+        return Check("hang", "unknown" if expected == "always" else "pass", f"slow, went on{after}")
     if outcome not in HANGS:
         if expected == "always":
             return Check("hang", "fail", "a hang was expected in every trial, this one was healthy")

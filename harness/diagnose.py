@@ -1,7 +1,7 @@
 """Evidence in, diagnosis out. Pure: no file, no clock, and the same evidence always gives the same words.
 
 The rules are asked in the order in which they lie near to the cause, and the first that has an answer gives
-it:
+it. Ranks that were suspected and went on are none of these: ``diagnosis_slow.py`` says who was slow.
 
 1. a process is gone or stopped, or a rank raised while others wait where it never came;
 2. requests stand although no rank does (``diagnosis_service.py``); or there is no ledger, only stacks;
@@ -55,6 +55,7 @@ from harness.diagnosis_model import (
 )
 from harness.diagnosis_roots import root_cause
 from harness.diagnosis_service import by_stacks, held_up
+from harness.diagnosis_slow import slow
 from harness.diagnosis_streams import stream_order
 from harness.livelock import is_futile, tokens_out
 
@@ -71,7 +72,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     """Never raises for incomplete evidence; ``missing_evidence`` says what it had to do without."""
     case = Case.of(evidence)
     cause = (
-        _dead(case)
+        slow(case)
+        or _dead(case)
         or _stopped(case)
         or raised(case)
         or by_stacks(case)

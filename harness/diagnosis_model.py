@@ -84,6 +84,8 @@ class Times:
     suspected_s: float = 0.0
     confirmed_s: float = 0.0
     captured_s: float = 0.0
+    went_on_s: float | None = None
+    """Of what was slow: when it was seen to go on. Then ``confirmed_s`` is when the second sample was taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class Evidence:
     deaths: Mapping[Seat, float] = field(default_factory=dict)
     decisions: Mapping[int, tuple[Mapping[str, Any], ...]] = field(default_factory=dict)
     device_is_simulation: bool = False
+    went_on: tuple[Seat, ...] | None = None
+    """Processes that were suspected, sampled twice, and went on to the end of the trial; None: it did not end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,15 @@ def root_cause(case: Case) -> Cause | None:
     return None
 
 
+def waited_for(case: Case, found: tuple[Wait, ...]) -> list[View]:
+    """The ranks that others wait for and that wait for nobody, whatever they do."""
+    return [root.view for root in _roots(case, found)]
+
+
 def _roots(case: Case, found: tuple[Wait, ...]) -> list[_Root]:
     edges = wait_edges(found)
-    waited_for = {rank: wait for targets in edges.values() for rank, wait in targets.items()}
-    roots = [_Root(case.views[rank], wait) for rank, wait in sorted(waited_for.items()) if rank not in edges]
+    targets = {rank: wait for named in edges.values() for rank, wait in named.items()}
+    roots = [_Root(case.views[rank], wait) for rank, wait in sorted(targets.items()) if rank not in edges]
     if not found:
         idle = [view for view in case.views.values() if view.parked or view.done]
         busy = [view for view in case.views.values() if view not in idle]

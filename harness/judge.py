@@ -70,6 +70,7 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
         tokens=tokens,
         reference=wanted,
         reference_why=reference_why,
+        slow_s=_slow_s(diagnosis) if outcome == "slow" else None,
         reference_is_itself=of == context.planned["id"],
     )
     compared = compare_tokens(tokens, wanted or {}, whole=facts.finished)
@@ -207,7 +208,7 @@ def _outcome(history: Document, diagnosis: Diagnosis | None) -> tuple[str, str]:
         if history.get(outcome):
             return outcome, history[outcome]
     if history.get("finished"):
-        return "healthy", ""
+        return ("healthy", "") if diagnosis is None else ("slow", "")
     if diagnosis is None:
         return "unknown", "the trial did not finish and left no evidence"
     if diagnosis.kind == "none":
@@ -216,10 +217,24 @@ def _outcome(history: Document, diagnosis: Diagnosis | None) -> tuple[str, str]:
 
 
 def _diagnose(stored: StoredTrial, history: Document, context: TrialContext) -> Diagnosis | None:
-    """None for a trial that finished and was never captured."""
-    if history.get("finished") or not (stored.samples or history.get("failed")):
+    """None for a trial that finished without a suspicion of which there are two samples."""
+    if history.get("finished"):
+        return diagnose(evidence_of(stored, history, context)) if _was_slow(stored) else None
+    if not (stored.samples or history.get("failed")):
         return None
     return diagnose(evidence_of(stored, history, context))
+
+
+def _was_slow(stored: StoredTrial) -> bool:
+    """The watchdog suspected, and what it suspected went on. A capture that was asked for shows no more than that
+    somebody asked."""
+    return len(stored.samples) > 1 and (stored.manifest or {}).get("road", "asked") != "asked"
+
+
+def _slow_s(diagnosis: Diagnosis | None) -> float | None:
+    if diagnosis is None or diagnosis.times.went_on_s is None:
+        return None
+    return diagnosis.times.went_on_s - diagnosis.times.last_progress_s
 
 
 def evidence_of(stored: StoredTrial, history: Document, context: TrialContext) -> Evidence:
@@ -231,7 +246,9 @@ def evidence_of(stored: StoredTrial, history: Document, context: TrialContext) -
     raised: dict[Seat, str] = {int(rank): str(text) for rank, text in history.get("failed", {}).items()}
     failed: dict[Seat, str] = {rank: text for rank, text in raised.items() if rank not in died}
     failed |= {_seat(name): str(text) for name, text in said.get("exceptions", {}).items()}
-    done = {int(rank) for rank in history.get("done", [])}
+    # Of a trial that finished it is not known who had already answered when the samples were taken.
+    finished = bool(history.get("finished"))
+    done = set() if finished else {int(rank) for rank in history.get("done", [])}
     taken = {entry["index"]: entry["taken_s"] for entry in manifest.get("samples", [])}
     missing = [Missing(entry["what"], entry["why"]) for entry in manifest.get("missing", [])]
     # trial.json is what this is about to make.
@@ -271,13 +288,14 @@ def evidence_of(stored: StoredTrial, history: Document, context: TrialContext) -
     return Evidence(
         world=context.world,
         samples=tuple(samples),
-        times=Times(**{key: times.get(key, 0.0) for key in Times.__dataclass_fields__}),
+        times=Times(**{key: times[key] for key in Times.__dataclass_fields__ if key in times}),
         missing=tuple(missing),
         reason=str(manifest.get("reason") or history.get("reason") or ""),
         exceptions=failed,
         deaths={_seat(entry["seat"]): float(entry["at_s"]) for entry in said.get("deaths", [])},
         decisions={rank: stored.decisions(rank)[0] for rank in stored.decision_ranks()},
         device_is_simulation=context.simulation,
+        went_on=tuple(manifest.get("ranks", ())) if finished else None,
     )
 
 

@@ -6,7 +6,10 @@ a place is (polling moves line numbers, not places) is `harness.stacks`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from harness.ledger_snapshot import Snapshot
+from harness.seats import Seat
 from harness.stacks import ProcessStacks, ThreadStack, same_place
 
 STALE_STAMP_S = 1.0
@@ -22,6 +25,12 @@ def left_place(before: ProcessStacks, after: ProcessStacks) -> bool:
     """The host thread is seen in both dumps, in different places."""
     first, second = host_thread(before), host_thread(after)
     return first is not None and second is not None and not same_place(first, second)
+
+
+def moved_between(before: Mapping[Seat, Snapshot], after: Mapping[Seat, Snapshot]) -> frozenset[Seat]:
+    """Those whose ledgers show progress; of one that is not in both nothing is claimed."""
+    both = before.keys() & after.keys()
+    return frozenset(seat for seat in both if before[seat].watermark() != after[seat].watermark())
 
 
 def streams_unknown(snapshot: Snapshot) -> bool:

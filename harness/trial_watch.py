@@ -1,39 +1,37 @@
 """One trial as the agent of one node watches it: sample after sample into the watchdog, evidence onto the disk.
 
 *Suspect* takes sample 0 (ledgers and plain stacks), *confirmed* takes sample 1 (native stacks too) and
-writes the manifest, synced. A suspicion that falls leaves its sample behind as evidence of slowness, under
-``slow-<n>/`` once the next one comes. Whether ranks hang is the watchdog's judgement, what a sample holds
-is the capture's.
+writes the manifest, synced. A suspicion that falls leaves its samples behind as evidence of slowness. Whether
+ranks hang is the watchdog's judgement, what a sample holds is the capture's, and where the samples of several
+suspicions lie is in ``trial_evidence.py``.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import Literal
 
 from harness.agent_files import AgentState, AgentTrial, Times, WatchedRank
-from harness.capture import CaptureRank, CaptureReport, CaptureRequest, capture
 from harness.ledger_layout import LedgerError
 from harness.ledger_reader import LedgerReader
 from harness.ledger_snapshot import Snapshot
 from harness.processes import read_process
-from harness.seats import Seat
-from harness.store import StoreError, write_json
+from harness.seats import Seat, seats_words
+from harness.stillness import moved_between
+from harness.trial_evidence import TrialEvidence
 from harness.watchdog import Confirmed, Healthy, RankView, Sample, Suspect, Watchdog
 
-_SLOW_KEPT = 3
 _STATES: dict[str, Literal["running", "sleeping", "stopped", "dead"]] = {
     "R": "running", "S": "sleeping", "D": "sleeping", "T": "stopped", "Z": "dead", "dead": "dead",
 }  # fmt: skip
 
 
 class TrialWatch:
-    """``busy(until_ns)`` is called before each capture, so that nobody takes the agent for dead meanwhile."""
+    """``busy``: see ``TrialEvidence``."""
 
     def __init__(self, trial: AgentTrial, *, capture_s: float, busy: Callable[[int], None]) -> None:
         self.trial = trial
@@ -43,23 +41,25 @@ class TrialWatch:
         self.proof: tuple[str, ...] = ()
         self.slow: list[Seat] = []
         self.notes: list[str] = []
-        self.error: str | None = None
         self.evidence: Path | None = None
-        self._capture_s = capture_s
-        self._busy = busy
+        self._ledger_error: str | None = None
+        self._evidence = TrialEvidence(trial, capture_s=capture_s, busy=busy)
         self._started_ns = time.monotonic_ns() if trial.started_ns is None else trial.started_ns
         self._watchdog = Watchdog(trial.watchdog, trial.world)
         self._files = {rank.rank: _LedgerFile(rank.ledger) for rank in trial.ranks if rank.ledger is not None}
-        self._reports: list[CaptureReport] = []
         self._since_ns = 0
         self._last_progress_ns = 0
         self._confirmed_ns = 0
         self._captured_ns = 0
-        self._set_aside = 0
+
+    @property
+    def error(self) -> str | None:
+        """The last thing that went wrong with a ledger or a disk."""
+        return self._evidence.error or self._ledger_error
 
     @property
     def samples(self) -> int:
-        return len(self._reports)
+        return len(self._evidence.reports)
 
     @property
     def times(self) -> Times:
@@ -77,9 +77,9 @@ class TrialWatch:
         views = tuple(self._view(rank, rank.rank in done) for rank in self.trial.ranks)
         standing = self._watchdog.observe(Sample(time.monotonic_ns(), views))
         if isinstance(standing, Healthy):
-            self._last_progress_ns = max(self._last_progress_ns, standing.last_progress_ns)
             if standing.note:
-                self._dissolve(standing)
+                self._fell(standing.slow, standing.note)
+            self._last_progress_ns = max(self._last_progress_ns, standing.last_progress_ns)
         elif isinstance(standing, Suspect):
             self._suspect(standing)
         else:
@@ -93,15 +93,19 @@ class TrialWatch:
         if self.state != "suspect":
             self._begin(reason, (), ())
             self._since_ns = time.monotonic_ns()
-        if not self._reports:
-            self._take(native=False)
+        if not self._evidence.reports:
+            self._evidence.take(native=False)
         # Two samples apart, or they could not show that nothing moves. Nobody sets the event.
         Event().wait(self.trial.watchdog.confirm_after_s)
         self._confirmed_ns = time.monotonic_ns()
-        self._take(native=True)
+        self._evidence.take(native=True)
         self._finish(reason, "asked")
 
     def close(self) -> None:
+        """The trial is over. A suspicion that stood until now fell, if the driver has every rank's answer."""
+        if self.state == "suspect":
+            verb = "was" if len(self.ranks) == 1 else "were"
+            self._fell(self.ranks, f"the trial ended while {seats_words(self.ranks)} {verb} suspected")
         for file in self._files.values():
             file.close()
 
@@ -117,120 +121,89 @@ class TrialWatch:
         try:
             return self._files[rank].snapshot()
         except LedgerError as error:
-            self.error = str(error)
+            self._ledger_error = str(error)
             return None
 
     # The three standings ---------------------------------------------------------------------------------
 
     def _suspect(self, standing: Suspect) -> None:
-        self._last_progress_ns = standing.last_progress_ns
         if self.state == "suspect" and standing.since_ns == self._since_ns:
             self.proof = standing.proof
             return
+        if self.state == "suspect":
+            self._fell(self.ranks, f"{seats_words(self.ranks)} went on after a suspicion ({self.reason})")
         self._begin(standing.reason, standing.ranks, standing.proof)
-        self._since_ns = standing.since_ns
-        self._take(native=False)
+        self._since_ns, self._last_progress_ns = standing.since_ns, standing.last_progress_ns
+        self._evidence.take(native=False)
 
     def _confirm(self, standing: Confirmed) -> None:
         self.reason, self.ranks, self.proof = standing.reason, standing.ranks, standing.proof
         self._last_progress_ns = standing.last_progress_ns
-        if len(self._reports) > 1:
+        if self.samples > 1:
             # The last confirmation fell: its sample is what the next one is compared with.
-            self._drop_oldest()
-        self._take(native=True)
-        first, last = self._reports[0], self._reports[-1]
-        upheld = self._watchdog.confirm(first.stacks, last.stacks)
+            self._evidence.drop_oldest()
+        self._evidence.take(native=True)
+        first, last = self._evidence.reports[0], self._evidence.reports[-1]
+        moved = moved_between(first.snapshots, last.snapshots)
+        upheld = self._watchdog.confirm(first.stacks, last.stacks, moved)
         if isinstance(upheld, Confirmed):
             self._confirmed_ns = standing.confirmed_ns
             self._finish(standing.reason, standing.road)
         else:
             self._note(upheld.proof[-1] if isinstance(upheld, Suspect) else "the suspicion fell")
 
-    def _dissolve(self, standing: Healthy) -> None:
-        self.slow.extend(rank for rank in standing.slow if rank not in self.slow)
-        self._note(standing.note)
+    def _fell(self, slow: Iterable[Seat], note: str) -> None:
+        """The suspicion at hand; its last progress is still the one that it began with."""
+        went_on_ns = time.monotonic_ns()
+        self.slow.extend(rank for rank in slow if rank not in self.slow)
+        self._note(note)
         self.state = "watching"
-        self._write_manifest("slow", "dissolved")
+        last = self._evidence.reports[-1] if self.samples > 1 else None
+        times = self.times.model_copy(
+            update={
+                "confirmed_s": None if last is None else self._since_start_s(last.taken_ns),
+                "captured_s": None
+                if last is None
+                else self._since_start_s(last.taken_ns + int(last.duration_s * 1e9)),
+                "went_on_s": self._since_start_s(went_on_ns),
+            }
+        )
+        self._write_manifest("slow", "dissolved", times)
+        self._evidence.fell((went_on_ns - self._last_progress_ns) / 1e9)
 
     def _begin(self, reason: str, ranks: tuple[Seat, ...], proof: tuple[str, ...]) -> None:
-        """A new suspicion; what an earlier one left is put aside."""
+        """A new suspicion."""
         self.state, self.reason, self.ranks, self.proof = "suspect", reason, ranks, proof
         self._confirmed_ns = self._captured_ns = 0
-        if self._reports:
-            self._set_aside += 1
-            self._move_to_slow()
-            self._reports = []
+        self._evidence.begin()
 
     def _finish(self, reason: str, road: str) -> None:
         self.reason = reason
         self._captured_ns = time.monotonic_ns()
-        stored = self._write_manifest(reason, road)
+        stored = self._write_manifest(reason, road, self.times)
         self.state, self.evidence = "captured", self.trial.evidence if stored else None
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
 
-    # Evidence --------------------------------------------------------------------------------------------
-
-    def _take(self, *, native: bool) -> None:
-        self._busy(time.monotonic_ns() + int(self._capture_s * 1e9))
-        self._reports.append(
-            capture(
-                CaptureRequest(
-                    ranks=tuple(_capture_rank(rank) for rank in self.trial.ranks),
-                    out=self.trial.evidence,
-                    sample=len(self._reports),
-                    native=native,
-                    deadline_s=self._capture_s,
-                )
-            )
+    def _write_manifest(self, reason: str, road: str, times: Times) -> bool:
+        return self._evidence.write_manifest(
+            {
+                "reason": reason,
+                "road": road,
+                "suspicion": self.reason,
+                "ranks": list(self.ranks),
+                "proof": list(self.proof),
+                "notes": list(self.notes),
+                "slow": list(self.slow),
+                "times": times.model_dump(),
+                "samples": [
+                    {"index": index, "taken_s": self._since_start_s(report.taken_ns)}
+                    for index, report in enumerate(self._evidence.reports)
+                ],
+            }
         )
-
-    def _write_manifest(self, reason: str, road: str) -> bool:
-        """False, with the reason in ``error``, when the disk refuses."""
-        missing = {(lack.what, lack.why): lack for report in self._reports for lack in report.missing}
-        document = {
-            "reason": reason,
-            "road": road,
-            "ranks": list(self.ranks),
-            "proof": list(self.proof),
-            "notes": list(self.notes),
-            "slow": list(self.slow),
-            "times": self.times.model_dump(),
-            "samples": [
-                {"index": index, "taken_s": self._since_start_s(report.taken_ns)}
-                for index, report in enumerate(self._reports)
-            ],
-            "missing": [lack.to_json() for lack in missing.values()],
-        }
-        try:
-            write_json(self.trial.evidence / "manifest.json", document)
-        except StoreError as error:
-            self.error = str(error)
-            return False
-        return True
-
-    def _move_to_slow(self) -> None:
-        evidence = self.trial.evidence
-        aside = evidence / f"slow-{self._set_aside}"
-        try:
-            aside.mkdir(exist_ok=True)
-            for path in (*evidence.glob("sample-*"), evidence / "manifest.json"):
-                if path.exists():
-                    path.rename(aside / path.name)
-            shutil.rmtree(evidence / f"slow-{self._set_aside - _SLOW_KEPT}", ignore_errors=True)
-        except OSError as error:
-            self.error = f"{aside}: cannot keep the evidence of a slow rank ({error.strerror})"
-
-    def _drop_oldest(self) -> None:
-        evidence = self.trial.evidence
-        shutil.rmtree(evidence / "sample-0", ignore_errors=True)
-        try:
-            (evidence / "sample-1").rename(evidence / "sample-0")
-        except OSError as error:
-            self.error = f"{evidence}: cannot renumber a sample ({error.strerror})"
-        del self._reports[0]
 
     def _since_start_s(self, at_ns: int) -> float | None:
         return None if at_ns == 0 else (at_ns - self._started_ns) / 1e9
@@ -259,15 +232,3 @@ class _LedgerFile:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-
-
-def _capture_rank(rank: WatchedRank) -> CaptureRank:
-    return CaptureRank(
-        rank=rank.rank,
-        pid=rank.process.pid,
-        start_time_ticks=rank.process.start_time_ticks,
-        ledger_path=rank.ledger,
-        faulthandler_path=rank.faulthandler,
-        log_path=rank.log,
-        decisions_path=rank.decisions,
-    )

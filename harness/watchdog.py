@@ -14,7 +14,7 @@ cannot look. Here is no capture and no cause: those are ``capture.py`` and ``dia
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from harness.budgets import WatchdogSettings
@@ -93,17 +93,28 @@ class Watchdog:
         return budget_s if sees_all else max(budget_s, self._settings.ceiling_s)
 
     def confirm(
-        self, stacks_a: Mapping[Seat, ProcessStacks], stacks_b: Mapping[Seat, ProcessStacks]
+        self,
+        stacks_a: Mapping[Seat, ProcessStacks],
+        stacks_b: Mapping[Seat, ProcessStacks],
+        moved: Collection[Seat] = (),
     ) -> Standing:
-        """Holds a confirmation against the stacks of both samples (by seat; those without stacks say
-        nothing).
+        """Holds a confirmation against both samples: their stacks (by seat; those without stacks say nothing),
+        and those whose ledgers ``moved`` between them.
 
-        A suspect whose host stack left its place computes: the confirmation becomes a suspicion again, which
-        the next samples may confirm. Only up to the startup budget: what has not moved its ledger by then
-        hangs.
+        A suspect whose ledger moved went on while the sample was taken: the confirmation becomes a suspicion
+        again, which the next sample ends. So does that of a suspect whose host stack left its place, because it
+        computes; the next samples may confirm it after all. Only up to the startup budget: what has not moved its
+        ledger by then hangs.
         """
         standing = self._standing
-        if not isinstance(standing, Confirmed) or standing.reason in ("dead", "stopped", "livelock"):
+        if not isinstance(standing, Confirmed) or standing.reason in ("dead", "livelock"):
+            return standing
+        went_on = [rank for rank in standing.ranks if rank in moved]
+        if went_on:
+            return self._doubt(
+                standing, f"the ledger of {seat_words(went_on[0])} moved while the second sample was taken"
+            )
+        if standing.reason == "stopped":
             return standing
         moving = [
             rank
@@ -112,18 +123,21 @@ class Watchdog:
         ]
         patience_s = max(self._settings.startup_s, self._settings.ceiling_s)
         if moving and max(self._tracks[rank].still_s for rank in standing.ranks) < patience_s:
-            self._age_s = 0.0
-            self._standing = Suspect(
-                standing.reason,
-                standing.road,
-                standing.ranks,
-                standing.since_ns,
-                (
-                    *standing.proof,
-                    f"the host stack of {seat_words(moving[0])} left its place between the samples",
-                ),
-                standing.last_progress_ns,
+            return self._doubt(
+                standing, f"the host stack of {seat_words(moving[0])} left its place between the samples"
             )
+        return standing
+
+    def _doubt(self, standing: Confirmed, why: str) -> Standing:
+        self._age_s = 0.0
+        self._standing = Suspect(
+            standing.reason,
+            standing.road,
+            standing.ranks,
+            standing.since_ns,
+            (*standing.proof, why),
+            standing.last_progress_ns,
+        )
         return self._standing
 
     # Keeping track ---------------------------------------------------------------------------------------

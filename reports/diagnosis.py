@@ -27,6 +27,7 @@ def read_diagnosis(document: Document) -> Diagnosis:
         suspected_s=fields.number(document, "suspected_s"),
         confirmed_s=fields.number(document, "confirmed_s"),
         captured_s=fields.number(document, "captured_s"),
+        went_on_s=fields.number(document, "went_on_s"),
         missing_evidence=read_missing(document, "missing_evidence"),
     )
 

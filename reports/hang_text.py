@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from reports.model import Culprit, Diagnosis, Result, TrialResult
 from reports.words import count, listing, seconds
 
@@ -20,6 +22,14 @@ def hang_groups(result: Result) -> list[tuple[TrialResult, list[TrialResult]]]:
         signature = trial.diagnosis.signature if trial.diagnosis else ""
         groups.setdefault((signature, "" if signature else trial.outcome), []).append(trial)
     return [(members[0], members[1:]) for members in groups.values()]
+
+
+def heading(firsts: Iterable[TrialResult]) -> str:
+    """Over the groups whose first trials these are."""
+    slow = {trial.outcome == "slow" for trial in firsts}
+    if slow == {True}:
+        return "What was slow"
+    return "What stopped, and what was slow" if len(slow) > 1 else "What stopped"
 
 
 def diagnosis_lines(trial: TrialResult) -> list[str]:
@@ -50,6 +60,8 @@ def diagnosis_lines(trial: TrialResult) -> list[str]:
         lines.append(f"and {count(len(found.proof) - 3, 'more fact')} in the report")
     if trial.engine is not None:
         lines.append(trial.engine.sentence(found.last_progress_s, found.captured_s))
+    if found.went_on_s is not None and found.last_progress_s is not None:
+        lines.append(f"it went on after {seconds(found.went_on_s - found.last_progress_s)}")
     if found.missing_evidence:
         lines.append(f"missing evidence: {listing([item.what for item in found.missing_evidence])}")
     return lines

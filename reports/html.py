@@ -21,6 +21,7 @@ from reports import words
 from reports.charts import Chart, distribution
 from reports.engine import bypassing
 from reports.evidence import group_hangs, members_text
+from reports.hang_text import heading
 from reports.model import Result, TrialResult
 
 LATENCY_ORDER = ("step", "next_token_copy", "bitmask_copy", "token_count_copy")
@@ -59,12 +60,14 @@ def environment() -> Environment:
 def render(result: Result, stored: StoredRun) -> str:
     """The page. Links go to files beside it in the run directory, and only to those that exist."""
     trials = {trial.id: trial for trial in stored.trials}
+    groups = group_hangs(trials, result)
     return (
         environment()
         .get_template("report.html.j2")
         .render(
             result=result,
-            hangs=group_hangs(trials, result),
+            hangs=groups,
+            heading=heading(group.first.trial for group in groups),
             checks=[trial for trial in result.trials if _checks_to_show(trial)],
             charts=latency_charts(result),
             paths=latency_paths(result),

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from reports import words
-from reports.hang_text import diagnosis_lines, hang_groups
+from reports.hang_text import diagnosis_lines, hang_groups, heading
 from reports.model import ArmResult, Result
 
 _BARE_PIPE = re.compile(r"(?<!\\)\|")
@@ -82,7 +82,7 @@ def _arm(arm: ArmResult) -> tuple[str, ...]:
     return (
         code(arm.name),
         escape(arm.expectation.hang),
-        words.k_of_n(arm.hangs),
+        words.hung(arm.hangs, arm.slow),
         words.interval(arm.hangs),
         words.k_of_n(arm.corrupt) if arm.corrupt.n else "not compared",
         arm.verdict,
@@ -94,7 +94,7 @@ def _hangs(result: Result) -> list[str]:
     groups = hang_groups(result)
     if not groups:
         return []
-    lines = ["## What stopped", ""]
+    lines = [f"## {heading(first for first, _ in groups)}", ""]
     for first, others in groups:
         title, *facts = diagnosis_lines(first)
         lines += [f"### {escape(title)}", ""]

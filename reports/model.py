@@ -92,6 +92,8 @@ class Diagnosis:
     suspected_s: float | None
     confirmed_s: float | None
     captured_s: float | None
+    went_on_s: float | None
+    """Of what was slow."""
     missing_evidence: tuple[Missing, ...]
 
 
@@ -196,6 +198,11 @@ class ArmResult:
     @property
     def name(self) -> str:
         return arm_name(self.arm)
+
+    @property
+    def slow(self) -> int:
+        """Trials that were slow; they are no hangs."""
+        return sum(trial.outcome == "slow" for trial in self.trials)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -357,6 +357,8 @@ def _headline(
     if verdict == "pass":
         hangs = sum(trial.stopped for trial in trials)
         tail = f", {count(hangs, 'hang')} among them, as the scenario expects" if hangs else ""
+        slow = sum(arm.slow for arm in arms)
+        tail += f"; {count(slow, 'trial was', 'trials were')} slow" if slow else ""
         return f"{count(len(trials), 'trial')} in {count(len(arms), 'arm')} behaved as expected{tail}."
     guilty = [arm for arm in arms if arm.verdict == verdict and arm.same_as is None]
     if guilty:

@@ -73,7 +73,7 @@ def _arms(scenario: ScenarioResult) -> Table:
         table.add_row(
             Text(printable(arm.name)),
             Text(printable(arm.expectation.hang)),
-            words.k_of_n(arm.hangs),
+            words.hung(arm.hangs, arm.slow),
             words.interval(arm.hangs),
             words.k_of_n(arm.corrupt) if arm.corrupt.n else "not compared",
             "-" if step is None else words.microseconds(step.p50),

@@ -35,6 +35,11 @@ def k_of_n(rate: Rate) -> str:
     return f"{rate.k} of {rate.n}"
 
 
+def hung(hangs: Rate, slow: int) -> str:
+    """``1 of 4``, or ``1 of 4, 2 slow``: what was slow is no hang."""
+    return f"{k_of_n(hangs)}, {slow} slow" if slow else k_of_n(hangs)
+
+
 def interval(rate: Rate) -> str:
     if rate.n == 0:
         return "nothing tried"

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import cluster_rig as rig
 import pytest
@@ -139,6 +141,46 @@ def test_a_rank_that_pauses_and_goes_on_is_slow(bench: Bench) -> None:
     manifest = rig.load(bench.evidence / "manifest.json")
     assert (manifest["reason"], len(manifest["samples"])) == ("slow", 1)
     assert "run_rank" in rig.host_functions(bench.evidence, 0, 0)
+
+
+def test_of_several_slow_bouts_the_longest_lies_in_front(bench: Bench) -> None:
+    bench.launch()
+    rank = bench.rank(0, 40, "compute:6.0,5.0")
+    bench.tell(trial=bench.trial(rank, settings=replace(rig.QUICK, startup_s=60.0)))
+    rig.until(lambda: not process_control.alive(rank.process), "the rank's end")
+    bench.tell(trial=None)
+    bench.until_state("idle")
+    front = rig.load(bench.evidence / "manifest.json")
+    assert (front["reason"], front["road"], front["suspicion"], front["ranks"]) == (
+        "slow", "dissolved", "stalled", [0],
+    )  # fmt: skip
+    times = [front["times"][name] for name in ("last_progress_s", "suspected_s", "confirmed_s", "went_on_s")]
+    assert times == sorted(times)
+    # A starved test may see more than the two bouts, but no longer ones.
+    aside = [rig.load(path) for path in bench.evidence.glob("slow-*/manifest.json")]
+    assert any(len(manifest["samples"]) == 2 for manifest in aside)
+    assert all(length_s(front) >= length_s(manifest) for manifest in aside)
+    assert all(manifest["times"]["suspected_s"] > front["times"]["went_on_s"] for manifest in aside)
+    depth = [rig.host_functions(bench.evidence, sample, 0).count("deeper") for sample in (0, 1)]
+    assert 0 < depth[0] < depth[1]
+
+
+def length_s(manifest: dict[str, Any]) -> float:
+    times: dict[str, float] = manifest["times"]
+    return times["went_on_s"] - times["last_progress_s"]
+
+
+def test_a_trial_that_ends_under_suspicion_leaves_its_samples(bench: Bench) -> None:
+    bench.launch()
+    rank = bench.rank(0, 40, "compute:20")
+    bench.tell(trial=bench.trial(rank, settings=replace(rig.QUICK, startup_s=60.0)))
+    status = rig.until(lambda: status if (status := bench.status()).samples == 2 else None, "a second sample")
+    assert status.state == "suspect"
+    bench.tell(trial=None)
+    bench.until_state("idle")
+    manifest = rig.load(bench.evidence / "manifest.json")
+    assert (manifest["reason"], manifest["road"], len(manifest["samples"])) == ("slow", "dissolved", 2)
+    assert "the trial ended while rank 0 was suspected" in manifest["notes"]
 
 
 def test_an_idle_rank_whose_answer_is_there_is_no_hang(bench: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from run_fixture import SCENARIO, SITE, snapshot, stacks, write_evidence
 
 from harness.judge import HISTORY, TrialContext, evidence_of, journal_tokens, judge
+from harness.ledger_snapshot import CollectiveRecord, GroupState, Snapshot
 from harness.store import RunStore, TrialStore, load_schema, read_trial, write_json
 
 TOKENS = {"r0": [1, 2, 3], "r1": [4]}
@@ -114,6 +116,105 @@ def test_a_finished_trial_that_an_agent_captured_before_is_healthy(trial: TrialS
     finished(trial, captured=True)
     assert run_judge(trial)["outcome"] == "healthy"
     assert not (trial.path / "diagnosis.json").exists()
+
+
+SLOW_TIMES = {
+    "last_progress_s": 5.9, "suspected_s": 8.4, "confirmed_s": 10.4, "captured_s": 11.9, "went_on_s": 12.1,
+}  # fmt: skip
+
+
+def slow(trial: TrialStore, **manifest: Any) -> None:
+    """A finished trial in which rank 1 stood in its step while rank 0 waited for it."""
+    write_evidence(trial)
+    for index in (0, 1):
+        for rank in (0, 1):
+            write_json(
+                trial.evidence / f"sample-{index}" / "ledger" / f"rank{rank}.json",
+                waiting(rank, index).to_json(),
+            )
+    path = trial.evidence / "manifest.json"
+    document = {
+        "reason": "slow",
+        "road": "dissolved",
+        "suspicion": "stalled",
+        "ranks": [0, 1],
+        "times": SLOW_TIMES,
+    }
+    write_json(path, {**json.loads(path.read_bytes()), **document, **manifest})
+    finished(trial)
+
+
+def waiting(rank: int, index: int, *, moved: bool = False) -> Snapshot:
+    """Rank 0 has entered a collective that rank 1 has not come to; ``moved``: in the second sample it has."""
+    entered = CollectiveRecord(183, "all_gather", (2,), "int64", 96_000_000_000, 96_000_000_000, None)
+    came = rank == 0 or (moved and index == 1)
+    group = GroupState("agree", (0, 1), 182 + came, 182 + came, 182, (entered,) if came else ())
+    shown = snapshot(rank, index)
+    host = replace(shown.host, phase="agree" if rank == 0 else "prefill", step=62 + (came and rank == 1))
+    streams = {name: replace(shown.streams["copy"]) for name in shown.streams}
+    return replace(shown, host=host, streams=streams, groups={"agree": group}, external=())
+
+
+def test_a_trial_that_was_suspected_and_went_on_is_slow(trial: TrialStore) -> None:
+    slow(trial)
+    found = run_judge(trial)
+    assert (found["outcome"], found["verdict"], found["tokens_compared"]) == ("slow", "pass", 4)
+    assert reason(found, "hang") == "slow, went on after 6.2 s"
+    written = diagnosis(trial)
+    assert (written["kind"], written["mechanism"], written["stream"]) == ("slow", "rank-slow", "host")
+    assert [culprit["rank"] for culprit in written["culprits"]] == [1]
+    assert written["collective"]["waiting"] == [0] and written["collective"]["missing"] == [1]
+    assert {name: written[name] for name in SLOW_TIMES} == SLOW_TIMES
+    assert written["proof"][0]["fact"] == "ranks 0, 1 made no progress for 6.2 s, and then went on"
+    assert (trial.evidence / "merged.json").exists()
+
+
+def test_a_rank_that_went_on_under_the_second_sample_is_slow_as_the_first_shows(trial: TrialStore) -> None:
+    slow(trial)
+    for rank in (0, 1):
+        path = trial.evidence / "sample-1" / "ledger" / f"rank{rank}.json"
+        write_json(path, waiting(rank, 1, moved=True).to_json())
+    assert run_judge(trial)["outcome"] == "slow"
+    written = diagnosis(trial)
+    assert [culprit["rank"] for culprit in written["culprits"]] == [1]
+    assert any("'prefill' of step 62" in fact["fact"] for fact in written["proof"])
+
+
+@pytest.mark.parametrize(
+    ("manifest", "ranks", "culprits"),
+    [({"ranks": [1]}, (), [1]), ({}, (0, 1), []), ({"ranks": [1], "suspicion": "stopped"}, (), [1])],
+    ids=["one stood by itself", "all stood alike", "stopped"],
+)
+def test_who_was_slow_where_nobody_waits(
+    trial: TrialStore, manifest: dict[str, Any], ranks: tuple[int, ...], culprits: list[int]
+) -> None:
+    slow(trial, **manifest)
+    for index in (0, 1):
+        for rank in (0, 1):
+            path = trial.evidence / f"sample-{index}" / "ledger" / f"rank{rank}.json"
+            write_json(path, replace(waiting(1, index), header=snapshot(rank, index).header).to_json())
+    assert run_judge(trial)["outcome"] == "slow"
+    assert [culprit["rank"] for culprit in diagnosis(trial)["culprits"]] == culprits
+
+
+def test_one_sample_of_a_suspicion_that_fell_leaves_a_healthy_trial(trial: TrialStore) -> None:
+    slow(trial)
+    shutil.rmtree(trial.evidence / "sample-1")
+    assert run_judge(trial)["outcome"] == "healthy"
+    assert not (trial.path / "diagnosis.json").exists()
+
+
+def test_a_confirmed_hang_that_went_on_after_all_was_slow(trial: TrialStore) -> None:
+    slow(trial, reason="stalled", road="budget", times={**SLOW_TIMES, "went_on_s": None})
+    assert reason(run_judge(trial), "hang") == "slow, went on"
+    assert diagnosis(trial)["kind"] == "slow"
+
+
+def test_a_slow_trial_whose_tokens_differ_is_slow_with_a_failed_check(trial: TrialStore) -> None:
+    slow(trial)
+    trial.write_tokens({**TOKENS, "r1": [5]})
+    found = run_judge(trial)
+    assert (found["outcome"], found["verdict"], found["tokens_differ"]) == ("slow", "fail", 1)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,29 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_what_was_slow_is_shown_and_called_no_hang(tmp_path: Path) -> None:
+    builder = RunBuilder(tmp_path)
+    builder.trial(ARMS[0], 0)
+    said = {
+        "kind": "slow", "mechanism": "rank-slow", "confidence": "supported", "signature": "slow/rank-slow/host",
+        "stream": "host", "operation": None, "went_on_s": 14.2, "missing_evidence": [],
+    }  # fmt: skip
+    builder.trial(ARMS[0], 1, "slow", diagnosis=said)
+    path = builder.finish()
+    reports.write_all(path)
+    document = json.loads((path / "report.json").read_text())
+    assert (document["verdict"], document["scenarios"][0]["arms"][0]["hangs"]["k"]) == ("pass", 0)
+    assert document["headline"].endswith("behaved as expected; 1 trial was slow.")
+    shown = io.StringIO()
+    stored = read_run(path)
+    terminal.show(build(stored), shown)
+    texts = (shown.getvalue(), (path / "summary.md").read_text(), (path / "report.html").read_text())
+    for text in texts:
+        assert "slow: rank-slow" in text and "1 slow" in text and "What stopped" not in text
+    assert "it went on after 8.3 s" in texts[0] and "What was slow" in texts[1]
+    assert "second sample 10.4 s, went on 14.2 s" in texts[2]
+
+
 def schema(name: str) -> Any:
     return json.loads((resources.files("harness") / "schemas" / f"{name}.json").read_text())
 

@@ -96,6 +96,18 @@ def test_a_suspect_that_goes_on_is_slow() -> None:
     assert healthy.slow == (0, 1) and "stalled" in healthy.note
 
 
+def test_a_suspect_that_goes_on_under_the_second_sample_is_slow() -> None:
+    bench = Bench()
+    bench.warm()
+    assert isinstance(bench.run(4)[-1], Confirmed)
+    doubted = bench.watchdog.confirm({}, {}, moved={1})
+    assert isinstance(doubted, Suspect) and "the ledger of rank 1 moved" in doubted.proof[-1]
+    bench.now_s += PERIOD_S
+    bench.step()
+    healthy = bench.sample()
+    assert isinstance(healthy, Healthy) and healthy.slow == (0, 1)
+
+
 def test_the_first_occurrence_of_a_phase_has_the_startup_budget() -> None:
     bench = Bench()
     for rank in bench.ranks:
