@@ -7,7 +7,7 @@ SCENARIOS := dp-retract dp-pinned-hang dp-pinned-latency dp-pinned-corruption dp
 SEED ?= 1
 ARGS ?=
 
-.PHONY: setup stress-sim test test-engines hang lint bench bench-engines compare clean
+.PHONY: setup stress-sim test test-engines hang corpus lint bench bench-engines compare clean
 
 setup: $(READY)
 
@@ -28,6 +28,9 @@ test-engines: setup  ## real SGLang and vLLM servers on this CPU, broken on purp
 
 hang: setup  ## the hang tests only
 	$(BIN)/python -m pytest -m hang $(ARGS)
+
+corpus: setup  ## all rows of the hang corpus, their twins and controls: an hour and a half
+	$(BIN)/hangrig corpus --seeds 5 --twins 20 --wide 3 $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

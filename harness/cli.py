@@ -317,6 +317,39 @@ def run_command(
     finish(run.run(request), as_json)
 
 
+@app.command("corpus", epilog="Example: hangrig corpus --only A1,D1 --seeds 3")
+@guarded
+def corpus_command(
+    only: Annotated[
+        str | None, typer.Option(metavar="A1,D,...", help="Rows, families, controls or files; all else.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trials of each row, seed by seed.")] = 1,
+    twins: Annotated[
+        int | None, typer.Option(min=1, help="Trials of each twin and control; as many as seeds else.")
+    ] = None,
+    wide: Annotated[int, typer.Option(min=1, help="At most so many of anything with more than 2 ranks.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Only what fits into five minutes.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="The first one.")] = 0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where runs are stored.")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """The hang corpus: how many hangs are found and blamed on the right rank, and how many false alarms."""
+    from harness import run
+    from harness.corpus import Wish
+    from reports.corpus import show
+
+    chosen = tuple(word.strip() for word in (only or "").split(",") if word.strip())
+    wish = Wish(chosen, seeds, twins, wide, quick, seed)
+    found = run.corpus(wish, out, sys.argv[1:], json=as_json)
+    with printing():
+        show(found, sys.stderr if as_json else sys.stdout)
+        if as_json:
+            print_json(found.to_json())
+        else:
+            typer.echo(f"{found.run}/corpus.md")
+    raise typer.Exit(found.exit)
+
+
 @app.command("rerun", epilog="Example: hangrig rerun runs/latest")
 @guarded
 def rerun_command(

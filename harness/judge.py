@@ -24,6 +24,8 @@ from harness.stacks_tree import merge, tree_to_json
 from harness.store import StoredSample, StoredTrial, StoreError, TrialStore, read_trial, write_json
 
 HISTORY = "history.json"
+_EXPECTED = ("kind", "mechanism", "culprits", "stream", "group")
+"""What a scenario may expect of a diagnosis."""
 Document = Mapping[str, Any]
 
 
@@ -103,6 +105,7 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
         "min_rate": planned["expected"]["min_rate"],
         "mechanism_expected": planned["expected"]["mechanism"],
         "tokens_expected": planned["expected"]["tokens"],
+        "diagnosis_expected": {name: planned["expected"].get(name) for name in _EXPECTED},
         "outcome": outcome,
         "verdict": verdict(checks),
         "checks": [one.to_json() for one in checks],
@@ -125,7 +128,7 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
 def _explained(diagnosis: Diagnosis | None, context: TrialContext, trial: Path) -> dict[str, Any]:
     """What the checks of the diagnosis and of the faults look at."""
     planned = context.planned["expected"]
-    names = ["kind", "culprits", "stream", "group", *(["mechanism"] if planned.get("kind") else [])]
+    names = [name for name in _EXPECTED if name != "mechanism" or planned.get("kind")]
     said: dict[str, Any] = {}
     if diagnosis is not None:
         collective = diagnosis.collective

@@ -75,6 +75,9 @@ class LiveView:
         self._drawn_s = time.monotonic()
         self._live.update(table(self._title, self._snapshots(), time.monotonic_ns()))
 
+    def judged(self, trial: Path) -> None:
+        """``trial`` has been judged; for views that show more than this one."""
+
     def end(self, outcome: str) -> None:
         """The trial's last line."""
         self.close()

@@ -16,10 +16,13 @@ from typing import Any
 from harness.arms import ArmPlan, expand, plan_arms
 from harness.checkers import HANGS
 from harness.cluster import ClusterError, check_address
+from harness.corpus import CorpusView, Wish, jobs, manifest, variants
+from harness.corpus import request as corpus_request
 from harness.fault_model import load_file
 from harness.faults import FaultError
 from harness.judge import HISTORY, judge
 from harness.launch_plan import arm_spec, commands
+from harness.live import LiveView
 from harness.machine import machine_facts, versions
 from harness.process_control import ProcessId, alive, myself
 from harness.request import BadRequest, RunOutcome, RunRequest
@@ -30,13 +33,25 @@ from harness.store import RunStore, StoreError, read_run, write_json
 from harness.target import TargetError, find_target
 from harness.toggles import gather_facts
 from reports import write_all
+from reports.corpus import Corpus, write
 from reports.terminal import show
 
 
 def run(request: RunRequest) -> RunOutcome:
     """Runs all trials of the request and reports. What can go wrong while running ends in the report; what
     the user got wrong raises BadRequest before anything starts."""
-    return _execute(request, [_job(scenario, request) for scenario in request.scenarios])
+    return _report(execute(request, [_job(scenario, request) for scenario in request.scenarios]))
+
+
+def corpus(wish: Wish, out: Path, argv: Sequence[str], *, json: bool) -> Corpus:
+    """Runs the chosen part of the hang corpus, stores it as a run, reports and scores it."""
+    chosen = variants(wish)
+    asked = corpus_request(wish, chosen, out=out, argv=argv, json=json)
+    planned = jobs(wish, chosen)
+    view = CorpusView(sum(len(job.trials) for job, _ in planned), chosen)
+    path = execute(asked, planned, name="corpus", extra=manifest(chosen), view=view)
+    _report(path)
+    return write(path)
 
 
 def rerun(path: Path, trial: str | None, overrides: Mapping[str, Any]) -> RunOutcome:
@@ -60,7 +75,7 @@ def rerun(path: Path, trial: str | None, overrides: Mapping[str, Any]) -> RunOut
     for line in _differences(document):
         print(line, file=sys.stderr)
     kept = [arm for arm in arms if dict(arm.arm) == planned["arm"]]
-    return _execute(request, [(Job(scenario, chosen), kept)])
+    return _report(execute(request, [(Job(scenario, chosen), kept)]))
 
 
 def report(path: Path) -> RunOutcome:
@@ -89,8 +104,16 @@ def _job(scenario: Scenario, request: RunRequest) -> _Job:
     return Job(scenario, trials), arms
 
 
-def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
-    for job, arms in jobs:
+def execute(
+    request: RunRequest,
+    planned: Sequence[_Job],
+    *,
+    name: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+    view: LiveView | None = None,
+) -> Path:
+    """Runs the trials of the jobs; returns the run's directory. ``extra``: more for run.json."""
+    for job, arms in planned:
         _validate(job, arms, request)
     if request.ray_address is not None:
         try:
@@ -98,7 +121,7 @@ def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
         except ClusterError as failure:
             raise BadRequest(f"--ray-address: {failure}") from failure
     simulation = request.device == "sim"
-    name = request.scenarios[0].name if len(request.scenarios) == 1 else "set"
+    name = name or (request.scenarios[0].name if len(request.scenarios) == 1 else "set")
     own = myself()
     manifest = {
         "command": shlex.join(["hangrig", *request.argv]),
@@ -109,16 +132,17 @@ def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
         "device": request.device,
         "simulation": simulation,
         "simulation_note": _simulation_note() if simulation else None,
-        "scenarios": [record(job.scenario, arms, request.device) for job, arms in jobs],
+        "scenarios": [record(job.scenario, arms, request.device) for job, arms in planned],
         "commands": [
             {"scenario": job.scenario.name, **row}
-            for job, arms in jobs
+            for job, arms in planned
             for row in commands(job.scenario, request.device, arms)
         ],
-        "planned": [plan.to_json() for job, _ in jobs for plan in job.trials],
+        "planned": [plan.to_json() for job, _ in planned for plan in job.trials],
         "settings": list(request.settings),
         "fault_files": [path.name for path in request.fault_files],
         "allow_skip": request.allow_skip,
+        **(extra or {}),
         "driver": {"pid": own.pid, "start_time_ticks": own.start_time_ticks},
     }
     try:
@@ -131,9 +155,9 @@ def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
     absent = _absent(request)
     try:
         if absent is not None:
-            _skip(store, jobs, absent, simulation)
+            _skip(store, planned, absent, simulation)
         else:
-            Session(request, store, simulation).run([job for job, _ in jobs])
+            Session(request, store, simulation, view=view).run([job for job, _ in planned])
     except KeyboardInterrupt:
         pass  # what was not run is planned and missing, so the report says unknown
     except (ClusterError, StoreError) as failure:
@@ -142,7 +166,7 @@ def _execute(request: RunRequest, jobs: Sequence[_Job]) -> RunOutcome:
         error = f"{type(failure).__name__}: {failure}"
         traceback.print_exc(file=sys.stderr)
     store.finish(**({} if error is None else {"error": error}))
-    return _report(store.path)
+    return store.path
 
 
 def _validate(job: Job, arms: Sequence[ArmPlan], request: RunRequest) -> None:

@@ -105,13 +105,15 @@ class Session:
     store: RunStore
     simulation: bool
     interrupts: Interrupts = field(default_factory=Interrupts)
+    view: LiveView | None = None
+    """Shows the trials; one of the session's own where none is given."""
     _references: set[Path] = field(default_factory=set)
     _dirty: str | None = None
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Raises ClusterError when nothing could be started."""
         total = sum(len(job.trials) for job in jobs)
-        view = LiveView(total)
+        view = self.view or LiveView(total)
         deadline_s = time.monotonic() + (self.request.time_budget_s or float("inf"))
         world = max(job.scenario.target.ranks for job in jobs)
         with self.interrupts.held(), self._up(world, view) as (agents, ranks):
@@ -215,6 +217,7 @@ class Session:
             store, context(plan.to_json(), scenario, self.store.path, self.simulation), reference
         )
         store.event("judged", outcome=document["outcome"], verdict=document["verdict"])
+        view.judged(store.path)
         view.end(_one_line(document))
 
     def _drive(

@@ -100,7 +100,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 
 def test_no_command_is_promised_that_does_not_work() -> None:
     names = {command.name for command in app.registered_commands}
-    assert names == {"run", "rerun", "list", "doctor", "report", "recheck", "compare", "watch"}
+    assert names == {"run", "rerun", "list", "doctor", "report", "recheck", "compare", "watch", "corpus"}
 
 
 @pytest.mark.parametrize(

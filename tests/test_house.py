@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.scenario import list_scenarios
+from harness.scenario import list_scenarios, load
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("harness", "serving", "reports")
@@ -74,6 +74,25 @@ def test_the_catalogue_names_every_scenario_and_no_other() -> None:
     assert set(re.findall(r"\]\(([\w-]+\.toml)\)", text)) == files
 
 
+def test_the_corpus_has_a_catalogue_and_every_file_its_row() -> None:
+    folder = ROOT / "scenarios" / "corpus"
+    text = (folder / "README.md").read_text()
+    linked = re.findall(r"\]\(([\w-]+\.toml)\)", text)
+    assert sorted(linked) == sorted(path.name for path in folder.glob("*.toml"))
+    for path in folder.glob("*.toml"):
+        scenario = load(path)
+        assert scenario.name == path.stem and scenario.corpus is not None
+        row = scenario.corpus.id
+        assert path.stem.startswith(f"{row.lower()}-" if row is not None else "control-"), path
+        if row is not None:
+            (line,) = [line for line in text.splitlines() if f"({path.name})" in line]
+            assert line.startswith(f"| {row} |"), line
+            wanted = scenario.corpus.row.values().items()
+            expected = [one for one in scenario.expect if one.arm.values().items() >= wanted]
+            assert expected, path
+            assert all(one.kind and one.mechanism and one.culprits is not None for one in expected), path
+
+
 def test_stress_sim_runs_every_scenario_of_the_built_in_engine() -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = re.search(r"^SCENARIOS := (.*)$", makefile, re.MULTILINE)
@@ -111,7 +130,7 @@ def test_no_module_of_the_harness_is_left_out_of_the_contracts() -> None:
     modules = {f"harness.{path.stem}" for path in (ROOT / "harness").glob("*.py")} | {
         f"harness.{path.parent.name}" for path in (ROOT / "harness").glob("*/__init__.py")
     }
-    exempt = {"harness.__init__", "harness.cli", "harness.pytest_plugin", "harness.run"}
+    exempt = {"harness.__init__", "harness.cli", "harness.corpus", "harness.pytest_plugin", "harness.run"}
     assert set(contract["source_modules"]) == modules - exempt
 
 
