@@ -16,6 +16,7 @@ from harness.diagnosis_model import Evidence, EvidenceSample, Fact, Missing, Ope
 from harness.diagnosis_places import host_place, raising_place, stream_places
 from harness.ledger_snapshot import OpRecord, Snapshot, StreamState
 from harness.lost_records import graph_of, replay_number
+from harness.nemesis_frames import engine_stacks
 from harness.seats import Seat, seat_stem, seat_words
 from harness.stacks import Frame, ProcessStacks
 from harness.stillness import host_thread, left_place, streams_unknown
@@ -326,9 +327,11 @@ def _view(evidence: Evidence, seat: Seat) -> View:
         snapshot=snapshot,
         earlier=ledgers[0][1] if len(ledgers) > 1 else None,
         ledger_path=f"{_folder(evidence, ledgers[-1][0])}/ledger/{stem}.json" if ledgers else folder,
-        stacks=stacks[-1][1] if stacks else None,
-        native=next((one.native for _, one in reversed(found) if one.native is not None), None),
-        earlier_stacks=stacks[0][1] if len(stacks) > 1 else None,
+        stacks=engine_stacks(stacks[-1][1] if stacks else None),
+        native=engine_stacks(
+            next((one.native for _, one in reversed(found) if one.native is not None), None)
+        ),
+        earlier_stacks=engine_stacks(stacks[0][1] if len(stacks) > 1 else None),
         stacks_path=f"{_folder(evidence, stacks[-1][0])}/stacks/{stem}.json" if stacks else folder,
         condition=condition,
         condition_path=f"{folder}/processes.json",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from harness.nemesis_frames import without_machinery
 from harness.stacks import Frame, ProcessStacks, is_wait
 from harness.stillness import host_thread
 
@@ -49,9 +50,12 @@ def stream_places(stacks: ProcessStacks) -> str:
 
 def raising_place(traceback: str) -> str:
     """The innermost frame of the engine in the text of the last exception; empty without a traceback."""
-    frames = [Frame(name, file, int(line)) for file, line, name in _TRACEBACK_FRAME.findall(traceback)]
+    innermost_last = [
+        Frame(name, file, int(line)) for file, line, name in _TRACEBACK_FRAME.findall(traceback)
+    ]
+    frames = without_machinery(innermost_last[::-1])
     engine = [frame for frame in frames if _is_engine(frame)]
-    return words((engine or frames)[-1]) if frames else ""
+    return words((engine or frames)[0]) if frames else ""
 
 
 def words(frame: Frame) -> str:

@@ -6,6 +6,7 @@ Each class says at which sites it can act. What is particular to the built-in en
 
 from __future__ import annotations
 
+import ast
 import builtins
 import ctypes
 import errno
@@ -70,29 +71,26 @@ class Delay(Fault):
     name: Literal["delay"]
     sites: ClassVar[tuple[str, ...]] = ALL
     seconds: Seconds
-    how: Literal["sleep", "compute"] = "sleep"
-    """``compute`` keeps a core busy in changing places of the program, as a compiler does."""
+    how: Literal["sleep", "compute", "child"] = "sleep"
+    """``compute`` compiles on the thread itself, in ever other places of the compiler; ``child`` has a process of
+    its own do so and waits for it, as compilers that call ptxas or a C compiler do."""
 
     def act(self, passing: Passing, memory: dict[str, Any]) -> None:
         if self.how == "sleep":
             time.sleep(self.seconds)
-            return
-        deadline_s = time.monotonic() + self.seconds
-        while time.monotonic() < deadline_s:
-            for compile_one in (_lower, _schedule, _emit):
-                compile_one()
+        elif self.how == "child":
+            spin = f"import time\nend = time.monotonic() + {self.seconds}\nwhile time.monotonic() < end: pass"
+            subprocess.run([sys.executable, "-S", "-c", spin], stdin=subprocess.DEVNULL, check=True)
+        else:
+            deadline_s = time.monotonic() + self.seconds
+            while time.monotonic() < deadline_s:
+                compile(ast.unparse(ast.parse(_source())), "<kernel>", "exec")
 
 
-def _lower() -> int:
-    return sum(hash((at, "lower")) for at in range(20_000))
-
-
-def _schedule() -> list[int]:
-    return sorted(range(20_000), key=lambda at: (at * 7919) % 10_007)
-
-
-def _emit() -> int:
-    return len("".join(f"op{at};" for at in range(20_000)))
+def _source() -> str:
+    """A module of some size for a compiler to work on."""
+    nested = "(a if b(c[d + 1], *e) else {f: [g for g in h if g % 3]})"
+    return "\n".join(f"def kernel_{at}(b, *h):\n    return {nested} + {nested}" for at in range(200))
 
 
 @register

@@ -7,8 +7,10 @@ a place is (polling moves line numbers, not places) is `harness.stacks`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from harness.ledger_snapshot import Snapshot
+from harness.nemesis_frames import without_machinery
 from harness.seats import Seat
 from harness.stacks import ProcessStacks, ThreadStack, same_place
 
@@ -17,8 +19,9 @@ STALE_STAMP_S = 1.0
 
 
 def host_thread(stacks: ProcessStacks) -> ThreadStack | None:
-    """The rank's host thread, None when the dump does not hold it."""
-    return stacks.thread("host")
+    """The rank's host thread as a real engine would show it, None when the dump does not hold it."""
+    thread = stacks.thread("host")
+    return None if thread is None else replace(thread, frames=without_machinery(thread.frames))
 
 
 def left_place(before: ProcessStacks, after: ProcessStacks) -> bool:
