@@ -30,6 +30,7 @@ from harness.request import BadRequest, OnHang, RunOutcome, RunRequest
 from harness.scenario import (
     Scenario,
     ScenarioError,
+    corpus_files,
     find_scenario,
     list_scenarios,
     load,
@@ -378,10 +379,15 @@ def rerun_command(
 
 @app.command("list", epilog="Example: hangrig list --json")
 @guarded
-def list_command(as_json: Json = False) -> None:
+def list_command(
+    corpus: Annotated[
+        bool, typer.Option("--corpus", help="The rows and controls of the hang corpus.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """The scenarios that come with hangrig, one line each."""
-    files = scenario_files()
-    scenarios = list_scenarios()
+    files = corpus_files() if corpus else scenario_files()
+    scenarios = list_scenarios(files)
     rows = [
         {"name": s.name, "summary": s.summary, "reports": list(s.reports), "path": str(files[s.name])}
         for s in scenarios

@@ -60,9 +60,9 @@ def corpus_files() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
-def list_scenarios() -> tuple[Scenario, ...]:
-    """The scenarios that come with hangrig. Raises ScenarioError when one is broken."""
-    return tuple(load(path) for path in scenario_files().values())
+def list_scenarios(files: Mapping[str, Path] | None = None) -> tuple[Scenario, ...]:
+    """The scenarios that come with hangrig, or those of ``files``. Raises ScenarioError when one is broken."""
+    return tuple(load(path) for path in (scenario_files() if files is None else files).values())
 
 
 def find_scenario(name_or_path: str) -> Path:
@@ -78,10 +78,9 @@ def find_scenario(name_or_path: str) -> Path:
     if name_or_path in known:
         return known[name_or_path]
     close = difflib.get_close_matches(name_or_path, known, n=1)
-    guess = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-    raise _lone_problem(
-        name_or_path, "scenario", None, "has no such name", f"{guess} (hangrig list shows all)"
-    )
+    guess = f"did you mean {close[0]}?" if close else f"known: {', '.join(scenario_files())}"
+    shown = "hangrig list shows all, with --corpus those of the corpus"
+    raise _lone_problem(name_or_path, "scenario", None, "has no such name", f"{guess} ({shown})")
 
 
 def _lone_problem(where: str, key: str, value: str | None, what: str, remedy: str) -> ScenarioError:

@@ -300,6 +300,8 @@ def test_list() -> None:
     names = [row["name"] for row in document["scenarios"]]
     assert "dp-pinned-hang" in names
     assert [line.split()[0] for line in call("list").stdout.splitlines()] == names
+    rows = json.loads(call("list", "--corpus", "--json").stdout)["scenarios"]
+    assert "a1-idle-raises" in {row["name"] for row in rows}
 
 
 def test_doctor_of_a_device_that_is_not_here() -> None:
