@@ -19,6 +19,7 @@ from typing import Any
 from harness import agent_files, agent_launch, process_control
 from harness.agent_files import AgentConfig, Command, Status
 from harness.process_control import ProcessId
+from harness.seats import in_order
 from harness.store import write_bytes, write_json
 
 _PER_NODE = ("manifest.json", "processes.json", agent_files.LOG)
@@ -92,8 +93,12 @@ def unpack(archive: bytes, evidence: Path, node: str) -> None:
 
 def _join_processes(target: Path, other: dict[str, Any]) -> None:
     own = _load(target)
-    ranks = {entry["rank"]: entry for entry in (*own["ranks"], *other["ranks"])}
-    write_json(target, {**own, "ranks": [ranks[rank] for rank in sorted(ranks)]})
+    rows = {
+        entry["name"] if entry["rank"] is None else entry["rank"]: entry
+        for entry in (*own["ranks"], *other["ranks"])
+    }
+    children = [*own.get("children", ()), *other.get("children", ())]
+    write_json(target, {**own, "ranks": [rows[seat] for seat in in_order(rows)], "children": children})
 
 
 def _join_manifest(target: Path, other: dict[str, Any], node: str) -> None:

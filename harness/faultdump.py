@@ -11,8 +11,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from harness.processes import handles_signal, read_process, send_signal
+from harness.process_control import ProcessId
+from harness.processes import handles_signal, holds_open, read_process, send_signal
 from harness.seats import Seat
 from harness.stacks import ProcessStacks
 from harness.stacks_parse import StackParseError, parse_faulthandler
@@ -21,15 +23,19 @@ _POLL_S = 0.01
 # A dump that has not grown for so long is complete: it is written in one go, inside the signal handler.
 _QUIET_S = 0.1
 _LIMIT_BYTES = 1 << 20
+THREADS_SHOWN = 100
+"""faulthandler shows the newest threads, so many at most; the main thread is the oldest (CPython, traceback.c)."""
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
 class DumpRequest:
-    """``path`` is the file that the process appends its dumps to, None when it has none."""
+    """``path`` is the file that the process appends its dumps to, None when it has none. ``seat``: as the stacks
+    bear it."""
 
-    rank: Seat
-    pid: int
-    start_time_ticks: int
+    seat: Seat
+    process: ProcessId
     path: Path | None
 
 
@@ -43,23 +49,25 @@ class _Asked:
 
 
 def ask_for_dumps(
-    requests: tuple[DumpRequest, ...], *, deadline_s: float
-) -> Mapping[Seat, ProcessStacks | str]:
-    """By seat, the stacks, or why there are none. ``deadline_s`` is a point of ``time.monotonic``."""
-    answers: dict[Seat, ProcessStacks | str] = {}
-    waiting: list[_Asked] = []
-    for request in requests:
-        asked = _ask(request)
+    requests: Mapping[Key, DumpRequest], *, deadline_s: float
+) -> dict[Key, ProcessStacks | str]:
+    """The stacks, or why there are none. ``deadline_s`` is a point of ``time.monotonic``. No two requests may name
+    the same file."""
+    answers: dict[Key, ProcessStacks | str] = {}
+    waiting: dict[Key, _Asked] = {}
+    for key, request in requests.items():
+        # Whoever is asked spends time on the answer, and nobody would read it.
+        asked = _ask(request) if time.monotonic() < deadline_s else "not asked, the deadline had passed"
         if isinstance(asked, str):
-            answers[request.rank] = asked
+            answers[key] = asked
         else:
-            waiting.append(asked)
+            waiting[key] = asked
     while waiting:
         late = time.monotonic() >= deadline_s
-        for asked in tuple(waiting):
+        for key, asked in tuple(waiting.items()):
             if late or _complete(asked):
-                waiting.remove(asked)
-                answers[asked.request.rank] = _read(asked)
+                del waiting[key]
+                answers[key] = _read(asked)
         if waiting:
             time.sleep(_POLL_S)
     return answers
@@ -67,15 +75,18 @@ def ask_for_dumps(
 
 def _ask(request: DumpRequest) -> _Asked | str:
     """Signals the process where that is safe, or says why not."""
-    entry = read_process(request.pid, request.start_time_ticks)
+    pid, ticks = request.process.pid, request.process.start_time_ticks
+    entry = read_process(pid, ticks)
     if request.path is None:
         return "this process has no dump file"
     if entry.state == "T":
-        return f"process {request.pid} is stopped and cannot answer a signal"
-    if entry.alive and not handles_signal(request.pid, signal.SIGUSR2):
-        return f"process {request.pid} has no handler for SIGUSR2, which would end it"
+        return f"process {pid} is stopped and cannot answer a signal"
+    if entry.alive and not handles_signal(pid, signal.SIGUSR2):
+        return f"process {pid} has no handler for SIGUSR2, which would end it"
+    if entry.alive and not holds_open(pid, request.path):
+        return f"process {pid} does not write to {request.path.name}"
     size_bytes = _size_bytes(request.path)
-    problem = send_signal(request.pid, request.start_time_ticks, signal.SIGUSR2)
+    problem = send_signal(pid, ticks, signal.SIGUSR2)
     return problem or _Asked(request, request.path, size_bytes, size_bytes, time.monotonic())
 
 
@@ -88,13 +99,14 @@ def _complete(asked: _Asked) -> bool:
 
 
 def _read(asked: _Asked) -> ProcessStacks | str:
+    pid = asked.request.process.pid
     if _size_bytes(asked.path) <= asked.before_bytes:
-        return f"process {asked.request.pid} did not answer SIGUSR2 in time"
+        return f"process {pid} did not answer SIGUSR2 in time"
     try:
         with asked.path.open("rb") as file:
             file.seek(asked.before_bytes)
             text = file.read(_LIMIT_BYTES).decode("utf-8", "replace")
-        return parse_faulthandler(text, pid=asked.request.pid, rank=asked.request.rank)
+        return parse_faulthandler(text, pid=pid, rank=asked.request.seat)
     except OSError as error:
         return f"{asked.path}: {error.strerror}"
     except StackParseError as error:

@@ -89,7 +89,11 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
     if diagnosis is not None:
         store.write_diagnosis(diagnosis.to_json())
     if captured:
-        merged = merge(stacks for sample in stored.samples for stacks in _stacks(sample.stacks).values())
+        merged = merge(
+            ProcessStacks.from_json(document)
+            for sample in stored.samples
+            for document in (*sample.stacks.values(), *sample.children.values())
+        )
         write_json(store.evidence / "merged.json", tree_to_json(merged))
     planned = context.planned
     document = {
@@ -330,10 +334,6 @@ def _snapshot(document: Document | None) -> Snapshot | None:
 
 def _process_stacks(document: Document | None) -> ProcessStacks | None:
     return None if document is None else ProcessStacks.from_json(document)
-
-
-def _stacks(documents: Mapping[Seat, Document]) -> dict[Seat, ProcessStacks]:
-    return {rank: ProcessStacks.from_json(document) for rank, document in documents.items()}
 
 
 __all__ = ["HISTORY", "StoreError", "TrialContext", "evidence_of", "journal_tokens", "judge"]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.process_control import ProcessId, identify, read_stat, send
+from harness.process_control import ProcessId, find, identify, read_stat, send
 from harness.seats import Seat, seat_stem
 
 _STATES = {"R": "R", "D": "D", "T": "T", "t": "T", "Z": "Z", "X": "dead", "x": "dead"}
@@ -72,12 +73,46 @@ def _exit(code: int) -> str | None:
 
 def handles_signal(pid: int, number: signal.Signals) -> bool:
     """The process has a handler of its own for the signal, so that sending it does not end it."""
+    return _in_mask(Path(f"/proc/{pid}/status"), ("SigCgt:",), number)
+
+
+def stop_is_pending(process: ProcessId) -> bool:
+    """A SIGSTOP was sent to the process or to one of its threads, and none has taken it yet."""
+    if find(process) is None:
+        return False
+    folder = Path(f"/proc/{process.pid}")
+    fields = ("SigPnd:", "ShdPnd:")
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        threads = list((folder / "task").iterdir())
+    except OSError:  # gone meanwhile
+        return False
+    return any(_in_mask(thread / "status", fields, signal.SIGSTOP) for thread in threads)
+
+
+def _in_mask(status: Path, fields: tuple[str, ...], number: signal.Signals) -> bool:
+    """One of the masks in a ``status`` of ``/proc`` holds the signal. False for a process that is gone."""
+    try:
+        lines = status.read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    masks = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
-    return bool(masks) and bool(int(masks[0], 16) >> (number - 1) & 1)
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(fields)]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
+def holds_open(pid: int, path: Path) -> bool:
+    """The process has the file open; taken for granted where its files are not ours to see."""
+    try:
+        wanted = path.stat()
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed meanwhile
+                found = entry.stat()
+                if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+                    return True
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def send_signal(pid: int, start_time_ticks: int, number: signal.Signals) -> str | None:

@@ -41,6 +41,8 @@ class StoredSample:
     stacks: Mapping[Seat, Document]
     native: Mapping[Seat, Document]
     processes: Document | None
+    children: Mapping[str, Document] = field(default_factory=dict)
+    """Stacks of processes that ranks started, by file name without suffix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,12 @@ def read_samples(evidence: Path, reader: _Reader | None = None) -> tuple[StoredS
                 stacks=reader.seats(folder / "stacks", ".json"),
                 native=reader.seats(folder / "stacks", ".native.json"),
                 processes=reader.object(folder / "processes.json"),
+                children={
+                    path.name.removesuffix(".json"): document
+                    for path in sorted((folder / "children").glob("*.json"))
+                    if not path.name.endswith(".native.json")
+                    and (document := reader.object(path)) is not None
+                },
             )
         )
     return tuple(samples)
