@@ -191,9 +191,15 @@ def _with_decisions(history: dict[str, Any], stored: StoredTrial) -> dict[str, A
     if history.get("finished"):
         return history
     files = [stored.decisions(rank)[0] for rank in stored.decision_ranks()]
-    retracted = sum(len(record.get("retracted", ())) for file in files for record in file)
+    retracted = sum(len(record.get("retracted", ())) for file in _one_a_group(files) for record in file)
     steps = max((record.get("step", 0) for file in files for record in file), default=0)
     return {**history, "steps": steps, "retractions": retracted}
+
+
+def _one_a_group(files: Sequence[Sequence[Mapping[str, Any]]]) -> list[Sequence[Mapping[str, Any]]]:
+    """Of the ranks of one attention group, which decide alike and name their group, the first one's records."""
+    groups = [file[0].get("dp") if file else None for file in files]
+    return [file for at, file in enumerate(files) if groups[at] is None or groups[at] not in groups[:at]]
 
 
 def _reference(path: Path) -> tuple[dict[str, list[int]] | None, str, str | None]:

@@ -72,8 +72,8 @@ class Target(Table):
     name: str = "builtin"
     """A registered target: builtin, sglang, vllm."""
     ranks: Annotated[int, Field(ge=1, le=64)] = 2
-    """Worker processes: attention ranks of the built-in engine, tensor-parallel ranks of sglang, tensor times data
-    parallel ranks of vllm."""
+    """Worker processes: ranks of the built-in engine, tensor-parallel ranks of sglang, tensor times data parallel
+    ranks of vllm."""
     dp: Annotated[int, Field(ge=1, le=64)] | None = None
     """Attention data-parallel groups among the ranks; where nothing is said every rank is one (built-in, sglang),
     or all ranks are one (vllm)."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 for one rank: whole attention, a share of the routed experts, in pieces the engine enqueues.
+"""DeepSeek-V2 for one rank: its heads, its share of the routed experts, in pieces the engine enqueues.
 
 Here: the arithmetic of each layer. Not here: the pool of latents and its slots (``kv_cache.py``), collectives
 between the pieces (``dp_attention.py``), sampling. Numerics follow transformers 5.24 (`models/deepseek_v2`).
@@ -8,14 +8,15 @@ shapes only, no value is looked at on the host, and no tensor is made from host 
 captured in a graph. A layer is, in order::
 
     q, latent = project(layer, x, positions)          store latent in the pool, then
-    x = output(layer, attend(q, pool, ...), x)
+    x = output(layer, attend(q, pool, ...), x)        or, where a rank has some of the heads,
+    x = x + sum over ranks of output_part(layer, attend(q, pool, ...))
     h = mlp_input(layer, x)
     x = x + dense_mlp(layer, h)                       or, where is_moe(layer),
     x = x + sum over ranks of experts(layer, h, *route(layer, h)) + shared_experts(layer, h)
 
 Callers run this under ``torch.no_grad``.
 
-Shapes: T tokens, D hidden width, H heads, N unrotated and P rotated head width, Q = N + P, R compressed
+Shapes: T tokens, D hidden width, H this rank's heads, N unrotated and P rotated head width, Q = N + P, R compressed
 width, C = R + P latent width, E = C absorbed query width, U value head width, K experts per token, X all and
 L local routed experts, I inner width of an MLP, V vocabulary, S pool slots, B rows, M table width.
 """
@@ -74,10 +75,17 @@ class _Layer:
 class DeepseekV2:
     """The model of one rank. ``weights`` has at least ``tensor_shapes(config, experts)``; it is not kept.
 
+    ``heads``: the rank's share (``head_range``); None: all. The latents in the pool are the same for all heads.
     Raises ModelError for a missing or misshapen tensor, or for experts that the model does not have.
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], experts: range) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, torch.Tensor],
+        experts: range,
+        heads: range | None = None,
+    ) -> None:
         if experts.step != 1 or (experts and not 0 <= experts[0] <= experts[-1] < config.n_routed_experts):
             raise ModelError(
                 f"experts {experts} are not a contiguous part of the model's {config.n_routed_experts}; "
@@ -85,10 +93,11 @@ class DeepseekV2:
             )
         self.config = config
         self.experts_owned = experts
+        self.heads = range(config.num_attention_heads) if heads is None else heads
         take = _Taker(config, experts, weights)
         self._embedding_VD = take("model.embed_tokens.weight")
         self._layers = tuple(
-            _layer(config, experts, index, take) for index in range(config.num_hidden_layers)
+            _layer(config, experts, self.heads, index, take) for index in range(config.num_hidden_layers)
         )
         self._norm_D = take("model.norm.weight")
         self._head_VD = self._embedding_VD if config.tie_word_embeddings else take("lm_head.weight")
@@ -134,10 +143,17 @@ class DeepseekV2:
         return attention.attend_absorbed(q_THE, kv_SC, table_BM, kv_lens, q_lens, scale=scale, value_dim=rank)
 
     def output(self, layer: int, o_THR: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
-        """Latent output to hidden width, added to the residual stream: (T, D)."""
+        """Latent output to hidden width, added to the residual stream: (T, D). For a rank with all heads."""
+        return x_TD + self.output_part(layer, o_THR)
+
+    def output_part(self, layer: int, o_THR: torch.Tensor) -> torch.Tensor:
+        """What this rank's heads add to the residual stream, (T, D)."""
+        return F.linear(self.values(layer, o_THR), self._layers[layer].attention.out)
+
+    def values(self, layer: int, o_THR: torch.Tensor) -> torch.Tensor:
+        """Latent output to the attended values of this rank's heads, side by side: (T, H * U)."""
         value_up_HRU = self._layers[layer].attention.value_up_HRU
-        o_THU = torch.bmm(o_THR.transpose(0, 1), value_up_HRU).transpose(0, 1)
-        return self.output_plain(layer, o_THU, x_TD)
+        return torch.bmm(o_THR.transpose(0, 1), value_up_HRU).transpose(0, 1).flatten(1)
 
     def project_plain(
         self, layer: int, x_TD: torch.Tensor, positions_T: torch.Tensor
@@ -236,7 +252,7 @@ class DeepseekV2:
         query_in = h_TD
         if part.query_down is not None and part.query_norm is not None:
             query_in = _rms_norm(F.linear(h_TD, part.query_down), part.query_norm, _LATENT_NORM_EPS)
-        q_THQ = F.linear(query_in, part.query).view(-1, config.num_attention_heads, config.qk_head_dim)
+        q_THQ = F.linear(query_in, part.query).view(-1, len(self.heads), config.qk_head_dim)
         q_nope_THN, q_rope_THP = torch.split(
             q_THQ, [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1
         )
@@ -297,7 +313,7 @@ class _Taker:
         return _Mlp(gate_up=torch.cat(gates + ups), down=torch.cat(downs, dim=1))
 
 
-def _layer(config: ModelConfig, experts: range, index: int, take: _Taker) -> _Layer:
+def _layer(config: ModelConfig, experts: range, heads: range, index: int, take: _Taker) -> _Layer:
     prefix = f"model.layers.{index}."
     mlp: _Mlp | _Moe
     if config.is_moe(index):
@@ -316,26 +332,36 @@ def _layer(config: ModelConfig, experts: range, index: int, take: _Taker) -> _La
         mlp = take.mlp(prefix + "mlp.")
     return _Layer(
         attention_norm_D=take(prefix + "input_layernorm.weight"),
-        attention=_attention(config, prefix + "self_attn.", take),
+        attention=_attention(config, heads, prefix + "self_attn.", take),
         mlp_norm_D=take(prefix + "post_attention_layernorm.weight"),
         mlp=mlp,
     )
 
 
-def _attention(config: ModelConfig, prefix: str, take: _Taker) -> _Attention:
+def _attention(config: ModelConfig, heads: range, prefix: str, take: _Taker) -> _Attention:
     low_rank = config.q_lora_rank is not None
-    heads = config.num_attention_heads
-    up_HWR = take(prefix + "kv_b_proj.weight").view(
-        heads, -1, config.kv_lora_rank
-    )  # W = N + U, the keys first
+    count = config.num_attention_heads
+
+    def of_heads(name: str) -> torch.Tensor:
+        """Rows of a matrix that belong to this rank's heads, by head: (H, rows of a head, columns)."""
+        whole = take(prefix + name)
+        part = whole.view(count, -1, whole.shape[1])[heads.start : heads.stop]
+        return part if len(heads) == count else part.clone()  # the others' rows are not kept
+
+    query_HQD = of_heads("q_b_proj.weight" if low_rank else "q_proj.weight")
+    up_HWR = of_heads("kv_b_proj.weight")  # W = N + U, the keys first
     key_up_HNR, value_up_HUR = torch.split(up_HWR, [config.qk_nope_head_dim, config.v_head_dim], dim=1)
+    out_DV = take(prefix + "o_proj.weight")
+    if len(heads) < count:
+        width = config.v_head_dim
+        out_DV = out_DV[:, heads.start * width : heads.stop * width].contiguous()
     return _Attention(
-        query=take(prefix + ("q_b_proj.weight" if low_rank else "q_proj.weight")),
+        query=query_HQD.flatten(0, 1),
         query_down=take(prefix + "q_a_proj.weight") if low_rank else None,
         query_norm=take(prefix + "q_a_layernorm.weight") if low_rank else None,
         latent_CD=take(prefix + "kv_a_proj_with_mqa.weight"),
         latent_norm_R=take(prefix + "kv_a_layernorm.weight"),
         key_up_HNR=key_up_HNR.contiguous(),
         value_up_HRU=value_up_HUR.transpose(1, 2).contiguous(),
-        out=take(prefix + "o_proj.weight"),
+        out=out_DV,
     )

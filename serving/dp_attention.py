@@ -1,11 +1,14 @@
 """DP attention: what the ranks agree on before a step, and how tokens reach the experts and come back.
 
-Every rank attends to its own requests; the experts are spread over the ranks. So before every step all ranks,
-idle ones too, tell each other what they are about to run, and all run the same collectives. Tokens are padded
-in one of two ways, as SGLang does it (PLATFORMS.md): MAX_LEN pads every rank to the longest one and uses
+Every attention group attends to its own requests; the experts are spread over all ranks. So before every step
+all ranks, idle ones too, tell each other what they are about to run, and all run the same collectives. Tokens are
+padded in one of two ways, as SGLang does it (PLATFORMS.md): MAX_LEN pads every group to the longest one and uses
 all-gather and reduce-scatter; SUM_LEN packs them one after the other and uses two all-reduces. Any prefill with
 more than one rank means SUM_LEN; only MAX_LEN can be captured into a graph. Where neither decides and nothing is
 asked for, an eager step takes the padding that moves fewer rows, by SGLang's rule.
+
+An attention group is mostly one rank. Where it has more, they hold the same tokens: its first rank speaks for it in
+the agreement and alone brings its rows to the experts, and both paddings use all-reduces.
 
 Not here: the collectives themselves (``comm.py``), the choice of the local batch (``scheduler.py``).
 """
@@ -56,11 +59,14 @@ class StepPlan:
 
     step: int
     modes: tuple[Mode, ...]
+    """By attention group, as ``tokens``."""
     tokens: tuple[int, ...]
     padding: Padding
     bucket: int
-    """Rows every rank is padded to in a graph; 0 when the step runs eagerly."""
+    """Rows every group is padded to in a graph; 0 when the step runs eagerly."""
     work: bool
+    attention_size: int = 1
+    """Ranks of one attention group."""
 
     @property
     def graph(self) -> bool:
@@ -77,17 +83,22 @@ class StepPlan:
             return self.bucket * len(self.tokens)
         return max(self.tokens) * len(self.tokens) if self.padding is Padding.MAX_LEN else sum(self.tokens)
 
-    def local_rows(self, rank: int) -> int:
-        """Rows of ``rank``'s own batch, padding included."""
+    @property
+    def summed(self) -> bool:
+        """The gathered batch is the sum of what the ranks bring, each in its own rows of it."""
+        return self.padding is Padding.SUM_LEN or self.attention_size > 1
+
+    def local_rows(self, dp_rank: int) -> int:
+        """Rows of the attention group's own batch, padding included."""
         if self.graph:
             return self.bucket
-        return max(self.tokens) if self.padding is Padding.MAX_LEN else self.tokens[rank]
+        return max(self.tokens) if self.padding is Padding.MAX_LEN else self.tokens[dp_rank]
 
-    def begin(self, rank: int) -> int:
-        """First row of ``rank`` in the gathered batch."""
+    def begin(self, dp_rank: int) -> int:
+        """First row of the attention group in the gathered batch."""
         if self.padding is Padding.MAX_LEN:
-            return rank * self.local_rows(rank)
-        return sum(self.tokens[:rank])
+            return dp_rank * self.local_rows(dp_rank)
+        return sum(self.tokens[:dp_rank])
 
 
 def agree(
@@ -98,34 +109,38 @@ def agree(
     padding: Padding | None,
     check_steps: bool = True,
     alone: bool = False,
+    attention_size: int = 1,
 ) -> StepPlan:
-    """The per-step agreement of all ranks. ``padding`` None chooses as SGLang does; buckets ascending.
+    """The per-step agreement of all ranks. ``padding`` None chooses as SGLang does; buckets ascending. Of each
+    ``attention_size`` ranks in a row the first one's mode and tokens count.
 
     Raises AgreementError when a rank is at another step; without ``check_steps`` nobody notices, as in engines
-    whose agreement says nothing of the step. ``alone``: a rank that skips it takes all others for idle.
+    whose agreement says nothing of the step. ``alone``: a rank that skips it takes all others for idle,
+    and those of its own attention group for its like.
     """
     nobody = LocalState(local.step, Mode.IDLE, 0, local.graph, local.work)
     if alone:
-        rows = [(local if rank == group.member else nobody).row() for rank in range(group.size)]
+        own = group.member // attention_size
+        rows = [(local if rank // attention_size == own else nobody).row() for rank in range(group.size)]
     else:
         rows = group.all_gather_host(local.row())
     steps, numbers, tokens, graphs, works = zip(*rows, strict=True)
     if check_steps and set(steps) != {local.step}:
         raise AgreementError(f"the ranks are at different steps: {list(steps)}")
-    modes = tuple(map(Mode, numbers))
+    modes, tokens = tuple(map(Mode, numbers[::attention_size])), tokens[::attention_size]
     wanted = (
         all(graphs) and Mode.PREFILL not in modes and Mode.DECODE in modes and padding is not Padding.SUM_LEN
     )
     bucket = next((b for b in buckets if b >= max(tokens)), 0) if wanted else 0
     if bucket:
         chosen = Padding.MAX_LEN
-    elif Mode.PREFILL in modes and len(rows) > 1:
-        chosen = Padding.SUM_LEN
+    elif (Mode.PREFILL in modes and len(rows) > 1) or (padding is None and attention_size > 1):
+        chosen = Padding.SUM_LEN  # an attention group of several ranks has all-reduces in any case
     elif padding is None:  # fewer rows to move; an all-reduce moves each twice
         chosen = Padding.MAX_LEN if 2 * sum(tokens) > max(tokens) * len(rows) else Padding.SUM_LEN
     else:
         chosen = padding
-    return StepPlan(local.step, modes, tokens, chosen, bucket, any(works))
+    return StepPlan(local.step, modes, tokens, chosen, bucket, any(works), attention_size)
 
 
 def valid_rows(counts_W: torch.Tensor, plan: StepPlan) -> torch.Tensor:
@@ -139,18 +154,18 @@ def valid_rows(counts_W: torch.Tensor, plan: StepPlan) -> torch.Tensor:
 
 
 def gather(group: Group, plan: StepPlan, local_TD: torch.Tensor, gathered_GD: torch.Tensor) -> None:
-    """Enqueues: ``gathered_GD`` gets the tokens of all ranks. In SUM_LEN it must come with this rank's own
+    """Enqueues: ``gathered_GD`` gets the tokens of all ranks. Where it is summed it must come with this rank's own
     rows in place and zeros elsewhere."""
-    if plan.padding is Padding.MAX_LEN:
-        group.all_gather(gathered_GD, local_TD)
-    else:
+    if plan.summed:
         group.all_reduce(gathered_GD)
+    else:
+        group.all_gather(gathered_GD, local_TD)
 
 
 def scatter(group: Group, plan: StepPlan, partial_GD: torch.Tensor, local_TD: torch.Tensor) -> None:
-    """Enqueues: the experts' partial sums of all ranks, added up. In MAX_LEN ``local_TD`` gets this rank's
-    rows; in SUM_LEN ``partial_GD`` is reduced in place and this rank's rows are a slice of it."""
-    if plan.padding is Padding.MAX_LEN:
-        group.reduce_scatter(local_TD, partial_GD)
-    else:
+    """Enqueues: the partial sums of all ranks, added up. Where the plan is summed ``partial_GD`` is reduced in
+    place and this rank's rows are a slice of it; otherwise ``local_TD`` gets them."""
+    if plan.summed:
         group.all_reduce(partial_GD)
+    else:
+        group.reduce_scatter(local_TD, partial_GD)

@@ -80,7 +80,8 @@ class Pending:
 
 
 class Engine:
-    """One rank. ``arrivals``: this rank's requests with the step in which each one arrives, ascending."""
+    """One rank. ``arrivals``: the requests of its attention group with the step in which each one arrives,
+    ascending; all ranks of the group are given the same ones and decide alike."""
 
     def __init__(
         self,
@@ -103,7 +104,8 @@ class Engine:
         self._model = model
         self._device = device
         self._comm = comm
-        self._rank = comm.options.rank
+        self._rank = comm.topology.rank
+        self._dp_rank = comm.topology.dp_rank
         self._ledger = ledger
         self._journal = journal
         self._arrivals = deque(arrivals)
@@ -202,6 +204,7 @@ class Engine:
             padding=self.config.padding,
             check_steps=self.config.check_steps,
             alone=alone,
+            attention_size=self._comm.topology.attention_size,
         )
         if faults.ACTIVE is not None:
             passing = faults.ACTIVE.visit(
@@ -239,7 +242,7 @@ class Engine:
         else:
             sizes = (batch.num_tokens, len(rows), len(batch.sampling), len(prefix))
             ws = Workspace.make(
-                self._device, self._model, plan, self._rank, sizes=sizes, features=self._features
+                self._device, self._model, plan, self._dp_rank, sizes=sizes, features=self._features
             )
         self.transfers.to_device(
             ws.counts_W, lambda host: host.copy_(torch.tensor(plan.tokens)), "token_count_copy"
@@ -364,10 +367,12 @@ class Engine:
         )
 
     def _capture(self, bucket: int) -> tuple[Graph, Workspace]:
-        world = self._comm.options.world
-        plan = StepPlan(0, (Mode.DECODE,) * world, (bucket,) * world, Padding.MAX_LEN, bucket, True)
+        dp, size = self._comm.topology.dp, self._comm.topology.attention_size
+        plan = StepPlan(0, (Mode.DECODE,) * dp, (bucket,) * dp, Padding.MAX_LEN, bucket, True, size)
         sizes = (bucket, bucket, bucket, 0)
-        ws = Workspace.make(self._device, self._model, plan, self._rank, sizes=sizes, features=self._features)
+        ws = Workspace.make(
+            self._device, self._model, plan, self._dp_rank, sizes=sizes, features=self._features
+        )
         ws.packed.zero_()
         ws.counts_W.zero_()
         return self._forward.capture(ws, f"decode.{bucket}"), ws

@@ -2,7 +2,7 @@
 
 The same enqueues serve an eager step and a graph capture; the device decides whether they queue or record. A
 ``Workspace`` holds the buffers of one shape: made afresh for an eager step, kept for ever by a captured graph.
-Shapes: T tokens of this rank, B sequences, S sampled rows, G gathered rows, D hidden size, W ranks.
+Shapes: T tokens of this rank, B sequences, S sampled rows, G gathered rows, D hidden size, W attention groups.
 
 Not here: when a step runs and with which batch (``engine.py``); the arithmetic (``deepseek_v2.py``).
 """
@@ -18,7 +18,7 @@ from harness import faults
 from harness.devices.base import Device, ExternalEvent, Graph, HostArgs
 from serving.comm import Comm
 from serving.deepseek_v2 import DeepseekV2
-from serving.dp_attention import Padding, StepPlan, gather, scatter, valid_rows
+from serving.dp_attention import StepPlan, gather, scatter, valid_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Workspace:
         device: Device,
         model: DeepseekV2,
         plan: StepPlan,
-        rank: int,
+        dp_rank: int,
         *,
         sizes: tuple[int, int, int, int],
         features: Features = PLAIN,
@@ -89,8 +89,8 @@ class Workspace:
         packed = device.empty((sum(parts),), torch.int64)
         ids, positions, slots, rows, rows_b, sample, sample_rows, prefix_flat = torch.split(packed, parts)
         floats = model.dtype
-        hidden, heads, rank_c = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
-        local = plan.local_rows(rank)
+        hidden, heads, rank_c = config.hidden_size, len(model.heads), config.kv_lora_rank
+        local = plan.local_rows(dp_rank)
         return Workspace(
             plan=plan,
             packed=packed,
@@ -132,7 +132,8 @@ class Forward:
         self._comm = comm
         self._experts = comm.group("experts")
         self._state = state
-        self._rank = comm.topology.rank
+        self._topology = comm.topology
+        self._attention_group = comm.group("attention") if comm.topology.attention_size > 1 else None
         self._stats = comm.group("stats") if features.stats else None
         self._total_X = device.empty((model.config.n_routed_experts,), torch.int64).zero_()
         self._last_moe = max(filter(model.is_moe, range(model.config.num_hidden_layers)), default=None)
@@ -192,7 +193,7 @@ class Forward:
         if faults.ACTIVE is None:
             return False
         tokens = ws.hidden_TD.shape[0]
-        idle = ws.plan.tokens[self._rank] == 0
+        idle = ws.plan.tokens[self._topology.dp_rank] == 0
         return faults.ACTIVE.visit("rank.layer", part=part, layer=layer, tokens=tokens, idle=idle).skipped
 
     def host_args(self, args: HostArgs) -> Sequence[HostArgs]:
@@ -226,12 +227,31 @@ class Forward:
             table_BM = self._state.table_RM.index_select(0, ws.rows_B)
             ws.attended_THC.copy_(model.attend(ws.query_THE, kv_SC, table_BM, kv_lens, q_lens))
 
-        def output() -> None:
-            ws.hidden_TD.copy_(model.output(layer, ws.attended_THC, ws.hidden_TD))
-
         self._device.compute.run(project, f"project.{layer}")
         self._device.host_op(attend, args, event, f"attention.{layer}")
-        self._device.compute.run(output, f"output.{layer}")
+        self._output(ws, layer)
+
+    def _output(self, ws: Workspace, layer: int) -> None:
+        """The attended values back into the residual stream."""
+        model, group = self._model, self._attention_group
+
+        def whole() -> None:
+            ws.hidden_TD.copy_(model.output(layer, ws.attended_THC, ws.hidden_TD))
+
+        if group is None:
+            self._device.compute.run(whole, f"output.{layer}")
+            return
+        part_TD = self._device.empty(tuple(ws.hidden_TD.shape), model.dtype)
+
+        def part() -> None:
+            part_TD.copy_(model.output_part(layer, ws.attended_THC))
+
+        def add() -> None:
+            ws.hidden_TD.add_(part_TD)
+
+        self._device.compute.run(part, f"output.{layer}")
+        group.all_reduce(part_TD)
+        self._device.compute.run(add, f"output_sum.{layer}")
 
     def _mlp(self, ws: Workspace, layer: int, own: bool) -> None:
         model = self._model
@@ -252,14 +272,12 @@ class Forward:
         ws.hidden_TD.add_(self._model.dense_mlp(layer, self._model.mlp_input(layer, ws.hidden_TD)))
 
     def _to_experts(self, ws: Workspace, layer: int) -> None:
-        """Puts this rank's tokens where ``gather`` takes them from."""
-        tokens = ws.hidden_TD.shape[0]
-        if ws.plan.padding is Padding.MAX_LEN:
-            target = ws.experts_in
-            begin = 0
+        """Puts this rank's tokens where ``gather`` takes them from. Of an attention group one rank brings them."""
+        tokens = ws.hidden_TD.shape[0] if self._topology.member == 0 else 0
+        if ws.plan.summed:
+            target, begin = ws.gathered_GD, ws.plan.begin(self._topology.dp_rank)
         else:
-            target = ws.gathered_GD
-            begin = ws.plan.begin(self._rank)
+            target, begin = ws.experts_in, 0
         if target.shape[0] > tokens:
             target.zero_()
         if tokens:
@@ -275,11 +293,11 @@ class Forward:
 
     def _from_experts(self, ws: Workspace, layer: int) -> None:
         tokens = ws.hidden_TD.shape[0]
-        if ws.plan.padding is Padding.MAX_LEN:
-            routed_TD = ws.reduced[:tokens]
-        else:
-            begin = ws.plan.begin(self._rank)
+        if ws.plan.summed:
+            begin = ws.plan.begin(self._topology.dp_rank)
             routed_TD = ws.partial_GD[begin : begin + tokens]
+        else:
+            routed_TD = ws.reduced[:tokens]
         shared_TD = self._model.shared_experts(layer, self._model.mlp_input(layer, ws.hidden_TD))
         ws.hidden_TD.add_(routed_TD).add_(shared_TD)
 

@@ -34,6 +34,16 @@ def expert_range(config: ModelConfig, rank: int, world: int) -> range:
     return range(rank * count // world, (rank + 1) * count // world)
 
 
+def head_range(config: ModelConfig, member: int, size: int) -> range:
+    """The heads of one of ``size`` ranks that share an attention. Raises ModelError where they cannot be shared."""
+    count = config.num_attention_heads
+    if count % size:
+        raise ModelError(
+            f"num_attention_heads {count} cannot be shared by {size} ranks of one attention group; use a divisor"
+        )
+    return range(member * count // size, (member + 1) * count // size)
+
+
 def tensor_shapes(config: ModelConfig, experts: range | None = None) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor, of the routed experts only those in ``experts`` (None: all)."""
     hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank

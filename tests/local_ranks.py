@@ -101,6 +101,7 @@ class Seat:
                 rendezvous=self.place.rendezvous,
                 shared=str(self.place.directory),
                 timeout_s=MEET_S,
+                dp=self.place.dp,
             )
         return self._actor
 
@@ -168,15 +169,17 @@ class LocalRanks:
     ) -> list[Outcome]:
         return self._call("groups", world, dp or world, job, args, deadline_s)
 
-    def trial(self, world: int, spec: TrialSpec, job: Job | None = None) -> Trial:
+    def trial(self, world: int, spec: TrialSpec, job: Job | None = None, *, dp: int | None = None) -> Trial:
         """One trial of the built-in engine, which must be healthy."""
-        trial = self.stressed(world, spec, job)
+        trial = self.stressed(world, spec, job, dp=dp)
         _values(list(trial.outcomes))
         return trial
 
-    def stressed(self, world: int, spec: TrialSpec, job: Job | None = None) -> Trial:
-        """One trial that may fail."""
-        return Trial(spec, tuple(self._call("actors", world, world, job or run_trial, (spec,), JOB_S)))
+    def stressed(
+        self, world: int, spec: TrialSpec, job: Job | None = None, *, dp: int | None = None
+    ) -> Trial:
+        """One trial that may fail. ``dp``: attention groups; None: every rank is one."""
+        return Trial(spec, tuple(self._call("actors", world, dp or world, job or run_trial, (spec,), JOB_S)))
 
     def pids(self) -> list[int | None]:
         return [process.pid for process, _ in self._processes]

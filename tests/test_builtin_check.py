@@ -62,6 +62,12 @@ def test_another_architecture_is_named(tmp_path: Path, directory: Path) -> None:
     assert "llama" in done.stderr.lower() and "deepseek" in done.stderr.lower()
 
 
+def test_heads_that_the_ranks_of_an_attention_group_cannot_share_are_named(tmp_path: Path) -> None:
+    done = run(tmp_path, "target.ranks=3", "target.dp=1")
+    assert done.returncode == 2
+    assert "target.dp=1: 3 ranks of an attention group cannot share the model's 4 heads" in done.stderr
+
+
 def test_a_grammar_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path) -> None:
     done = run(tmp_path, "workload.grammar=verse")
     assert done.returncode == 2

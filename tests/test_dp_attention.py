@@ -39,6 +39,11 @@ class OtherRanks:
 
     others: Sequence[LocalState]
     sent: list[list[int]] = field(default_factory=list)
+    member: int = 0
+
+    @property
+    def size(self) -> int:
+        return 1 + len(self.others)
 
     def all_gather_host(self, values: Sequence[int]) -> list[list[int]]:
         self.sent.append(list(values))
@@ -109,6 +114,44 @@ def test_ranks_go_on_while_any_has_work() -> None:
 def test_ranks_at_different_steps_are_an_error_that_shows_them() -> None:
     with pytest.raises(AgreementError, match=r"different steps: \[5, 6\]"):
         plan_of(state(DECODE, 1, step=5), state(DECODE, 1, step=6))
+
+
+@pytest.mark.parametrize(
+    ("modes", "tokens", "padding", "chosen", "bucket"),
+    [
+        ((DECODE, DECODE), (3, 4), None, MAX_LEN, 4),
+        ((DECODE, DECODE), (9, 1), None, SUM_LEN, 0),
+        ((DECODE, DECODE), (9, 9), None, SUM_LEN, 0),
+        ((DECODE, IDLE), (9, 0), MAX_LEN, MAX_LEN, 0),
+        ((PREFILL, IDLE), (9, 0), MAX_LEN, SUM_LEN, 0),
+        ((PREFILL,), (9,), MAX_LEN, SUM_LEN, 0),
+    ],
+)
+def test_the_first_rank_of_an_attention_group_speaks_for_it(
+    modes: tuple[Mode, ...], tokens: tuple[int, ...], padding: Padding | None, chosen: Padding, bucket: int
+) -> None:
+    """The other rank of each group says something else, which counts only for the step and for work left."""
+    group: Any = OtherRanks([])
+    states = []
+    for mode, count in zip(modes, tokens, strict=True):
+        states += [state(mode, count, work=False), state(PREFILL, 77, work=True)]
+    group.others = states[1:]
+    plan = agree(group, states[0], buckets=BUCKETS, padding=padding, attention_size=2)
+    assert (plan.modes, plan.tokens, plan.padding, plan.bucket) == (modes, tokens, chosen, bucket)
+    assert plan.summed and plan.work and plan.attention_size == 2
+    states[1] = state(PREFILL, 77, step=6)
+    group.others = states[1:]
+    with pytest.raises(AgreementError):
+        agree(group, states[0], buckets=BUCKETS, padding=padding, attention_size=2)
+
+
+@pytest.mark.parametrize(("member", "tokens"), [(0, (3, 0)), (1, (3, 0)), (3, (0, 3))])
+def test_a_rank_that_skips_the_agreement_takes_all_but_its_group_for_idle(
+    member: int, tokens: tuple[int, ...]
+) -> None:
+    group: Any = OtherRanks([state(PREFILL, 9)] * 3, member=member)
+    plan = agree(group, state(DECODE, 3), buckets=BUCKETS, padding=None, alone=True, attention_size=2)
+    assert plan.tokens == tokens and group.sent == []
 
 
 def test_a_rank_tells_all_it_decided() -> None:

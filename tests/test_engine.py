@@ -27,6 +27,7 @@ from harness.target import RankResult, TrialSpec
 from serving.deepseek_v2 import DeepseekV2
 from serving.engine import Engine
 from serving.forward import Forward, Workspace
+from serving.groups import Topology
 from serving.model_config import TINY, ModelConfig, YarnScaling
 from serving.scheduler import Scheduler
 from serving.targets import builtin_rank
@@ -109,7 +110,7 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, reference: Trial) ->
 
 def with_model(seat: Seat, spec: TrialSpec, directory: str) -> RankResult:
     """The trial on a model of a directory, in place of the one that is kept warm."""
-    model = builtin_rank.load_model({"directory": directory}, seat.rank, seat.world)
+    model = builtin_rank.load_model({"directory": directory}, Topology(seat.rank, seat.world, seat.place.dp))
     with patch.object(seat.actor, "_model", model):
         return run_trial(seat, spec)
 

@@ -26,6 +26,11 @@ from harness.target import (
 _RANK_CLASS = "serving.targets.builtin_rank:RankActor"
 
 
+def _groups(spec: EngineSpec) -> int:
+    """Attention groups; where nothing is said every rank is one."""
+    return spec.target.get("dp") or spec.world
+
+
 class BuiltinTarget:
     """See `harness.target.Target`. Ranks that share a machine also share the files under ``scratch``."""
 
@@ -38,7 +43,7 @@ class BuiltinTarget:
         """Reads the model's config and the headers of its files, no tensor, and makes the requests."""
         from serving.targets.builtin_check import problem  # torch: only where there is something to check
 
-        found = problem(spec.model, workload, seeds)
+        found = problem(spec.model, workload, seeds, world=spec.world, dp=_groups(spec))
         if found is not None:
             raise TargetError(found)
 
@@ -47,8 +52,8 @@ class BuiltinTarget:
         return None
 
     def fixed(self, spec: EngineSpec) -> Mapping[str, Any]:
-        """The weights; toggles and the scheduler's settings are new with every trial."""
-        return spec.model
+        """The weights, and which heads a rank has; toggles and the engine's settings are new with every trial."""
+        return {**spec.model, "dp": _groups(spec)}
 
     def commands(self, spec: EngineSpec) -> Sequence[str]:
         return ()
@@ -75,6 +80,7 @@ class BuiltinTarget:
                         "rendezvous": f"file://{shared / 'rendezvous'}",
                         "shared": str(shared),
                         "timeout_s": spec.timeout_s,
+                        "dp": _groups(spec.start),
                     }
                     for rank in range(spec.world)
                 ],

@@ -20,12 +20,26 @@ _FLOAT32_BYTES = 4
 _GIB = 2**30
 
 
-def problem(model: Mapping[str, Any], requests: Mapping[str, Any], seeds: Sequence[int]) -> str | None:
-    """One sentence that names what is wrong and what to do; None when all is well."""
+def problem(
+    model: Mapping[str, Any],
+    requests: Mapping[str, Any],
+    seeds: Sequence[int],
+    *,
+    world: int = 1,
+    dp: int = 1,
+) -> str | None:
+    """One sentence that names what is wrong and what to do; None when all is well. ``world`` ranks are ``dp``
+    attention groups."""
     try:
         config = _config(model)
     except ModelError as error:
         return f"model: {error}"
+    if config.num_attention_heads % (world // dp):
+        return (
+            f"target.dp={dp}: {world // dp} ranks of an attention group cannot share the model's "
+            f"{config.num_attention_heads} heads; choose target.ranks and target.dp so that their quotient "
+            "divides that number"
+        )
     needed = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * _FLOAT32_BYTES
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if needed > there:

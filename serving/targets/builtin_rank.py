@@ -29,11 +29,11 @@ from serving.comm import Comm, CommOptions
 from serving.deepseek_v2 import DeepseekV2
 from serving.dp_attention import Padding
 from serving.engine import Engine, EngineConfig
-from serving.groups import ProcessGroups
+from serving.groups import ProcessGroups, Topology
 from serving.journal import Journal
 from serving.model_config import load_config, preset
-from serving.scheduler import SchedulerConfig
-from serving.weights import expert_range, load_weights, random_weights
+from serving.scheduler import Counters, SchedulerConfig
+from serving.weights import expert_range, head_range, load_weights, random_weights
 from serving.workload import for_rank, generate, longest_context, workload
 
 _CLOSE_S = 10.0
@@ -43,7 +43,8 @@ _PADDINGS = {"auto": None, "max_len": Padding.MAX_LEN, "sum_len": Padding.SUM_LE
 
 
 class RankActor:
-    """One rank of the built-in engine. ``rendezvous`` is a torch.distributed init method."""
+    """One rank of the built-in engine. ``rendezvous`` is a torch.distributed init method; ``dp`` are the attention
+    groups, None: every rank is one."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class RankActor:
         rendezvous: str,
         shared: str,
         timeout_s: float,
+        dp: int | None = None,
     ) -> None:
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
@@ -63,9 +65,10 @@ class RankActor:
         self._device_name = device
         self._shared = Path(shared)
         self._trials = 0
-        self._model = load_model(model, rank, world)
+        self._topology = Topology(rank, world, dp or world)
+        self._model = load_model(model, self._topology)
         self._groups = ProcessGroups(
-            rank=rank, world=world, init_method=rendezvous, backend="gloo", timeout_s=timeout_s
+            rank=rank, world=world, init_method=rendezvous, backend="gloo", timeout_s=timeout_s, dp=dp
         )
 
     def run_trial(self, spec: TrialSpec) -> RankResult:
@@ -82,6 +85,7 @@ class RankActor:
                 world=self._world,
                 shared=self._shared,
                 timeout_s=spec.timeout_s,
+                dp=self._topology.dp,
                 symmetric=spec.toggles.get("symm_mem") == "on",
             ),
             device,
@@ -89,14 +93,16 @@ class RankActor:
             self._groups,
             token=f"{self._trials}",
         )
-        journal = Journal(Path(spec.journal_paths[self._rank]))
+        # The ranks of an attention group make the same tokens: its first one brings them home.
+        speaks = self._topology.member == 0
+        journal = Journal(Path(spec.journal_paths[self._rank])) if speaks else None
         closing_s = _CLOSE_FAILED_S
         try:
             engine = make_engine(spec, self._model, device, comm, ledger, journal)
             began_steps = time.monotonic()
             engine.run()
             steps_s = time.monotonic() - began_steps
-            result = _result(self._rank, engine, time.monotonic() - began, steps_s)
+            result = _result(self._rank, engine, time.monotonic() - began, steps_s, speaks=speaks)
             del engine
             closing_s = _CLOSE_S
         finally:
@@ -105,7 +111,8 @@ class RankActor:
             comm.close()
             faults.activate()
             nemesis.close()
-            journal.close()
+            if journal is not None:
+                journal.close()
             if ledger is not None:
                 ledger.close()
         return replace(result, leaks=(*stuck, *_leaks(device)))
@@ -130,16 +137,20 @@ def _close(device: Device, timeout_s: float) -> list[str]:
     return []
 
 
-def load_model(model: Mapping[str, Any], rank: int, world: int) -> DeepseekV2:
+def load_model(model: Mapping[str, Any], topology: Topology) -> DeepseekV2:
     """The share of a model that one rank holds: a preset with seeded weights, or a Hugging Face directory."""
+    rank, world = topology.rank, topology.world
+    shared = topology.member, topology.attention_size
     if model.get("directory"):
         directory = Path(model["directory"])
         config = load_config(directory)
         experts = expert_range(config, rank, world)
-        return DeepseekV2(config, load_weights(config, directory, experts=experts), experts)
+        weights = load_weights(config, directory, experts=experts)
+        return DeepseekV2(config, weights, experts, head_range(config, *shared))
     config = preset(model.get("preset") or "tiny")
     experts = expert_range(config, rank, world)
-    return DeepseekV2(config, random_weights(config, model.get("seed", 0), experts=experts), experts)
+    made = random_weights(config, model.get("seed", 0), experts=experts)
+    return DeepseekV2(config, made, experts, head_range(config, *shared))
 
 
 def make_engine(
@@ -152,9 +163,9 @@ def make_engine(
 ) -> Engine:
     """The engine of one rank with the trial's toggles, its requests waiting to arrive."""
     engine, toggles = spec.engine, spec.toggles
-    rank, world = comm.options.rank, comm.options.world
+    share = comm.topology.dp_rank, comm.topology.dp
     everyone = generate(workload(spec.workload), seed=spec.seed, vocab_size=model.config.vocab_size)
-    arrivals = [(arrival.step, arrival.request.request()) for arrival in for_rank(everyone, rank, world)]
+    arrivals = [(arrival.step, arrival.request.request()) for arrival in for_rank(everyone, *share)]
     config = EngineConfig(
         scheduler=SchedulerConfig(
             kv_tokens=engine["kv_tokens"],
@@ -221,21 +232,23 @@ class _Nemesis:
             os.close(self.log)
 
 
-def _result(rank: int, engine: Engine, duration_s: float, steps_s: float) -> RankResult:
-    counters = engine.scheduler.counters
+def _result(rank: int, engine: Engine, duration_s: float, steps_s: float, *, speaks: bool) -> RankResult:
+    """``speaks``: it is the rank that tells of its attention group's requests; the others count none."""
+    counters = engine.scheduler.counters if speaks else Counters()
+    ended = engine.ended if speaks else []
     return RankResult(
         rank=rank,
         steps=engine.steps,
         decode_steps=engine.decode_steps,
         duration_s=duration_s,
-        tokens={str(request.id): list(request.output) for request in engine.ended},
-        finish={str(request.id): request.finish_reason or "" for request in engine.ended},
+        tokens={str(request.id): list(request.output) for request in ended},
+        finish={str(request.id): request.finish_reason or "" for request in ended},
         counters={
             "retractions": counters.retractions,
             "forced_retractions": counters.forced_retractions,
             "aborted": counters.aborted,
             "cached_tokens": counters.cached_tokens,
-            "tokens_out": engine.tokens_out,
+            "tokens_out": engine.tokens_out if speaks else 0,
             "steps_ms": int(steps_s * 1e3),
             **({"routed_tokens": sum(routed)} if (routed := engine.routed_tokens()) else {}),
         },
