@@ -33,7 +33,7 @@ from harness.store import RunStore, StoreError, read_run, write_json
 from harness.target import TargetError, find_target
 from harness.toggles import gather_facts
 from reports import write_all
-from reports.corpus import Corpus, write
+from reports.corpus import Corpus, build, write
 from reports.terminal import show
 
 
@@ -51,7 +51,7 @@ def corpus(wish: Wish, out: Path, argv: Sequence[str], *, json: bool) -> Corpus:
     view = CorpusView(sum(len(job.trials) for job, _ in planned), chosen)
     path = execute(asked, planned, name="corpus", extra=manifest(chosen), view=view)
     _report(path)
-    return write(path)
+    return build(read_run(path))
 
 
 def rerun(path: Path, trial: str | None, overrides: Mapping[str, Any]) -> RunOutcome:
@@ -213,6 +213,8 @@ def _skip(store: RunStore, jobs: Sequence[_Job], why: str, simulation: bool) -> 
 def _report(path: Path) -> RunOutcome:
     """Writes all reports of a run; run.json says what they need to know of the request."""
     result = write_all(path)
+    if "corpus" in RunStore.open(path).document:
+        write(path)
     return RunOutcome(result.exit, path, result.to_json(), partial(show, result))
 
 

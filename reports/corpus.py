@@ -31,6 +31,7 @@ _FOUND = (*HANGS, "slow", "corrupt")
 _ALARMS = (*HANGS, "corrupt")
 _GONE = "the process is gone"
 _COLUMNS = ("detected", "kind", "mechanism", "culprit", "evidence")
+_HEAD = ("row", "scenario", "ranks", *_COLUMNS, "confirmed (median)", "false alarms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +245,24 @@ def build(stored: StoredRun) -> Corpus:
     return Corpus(str(stored.path), tuple(lines.values()), never, stored.run.get("error"))
 
 
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What report.html shows of a corpus: texts, and which of them say that something is wrong."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[tuple[str, bool], ...], ...]
+    totals: tuple[str, ...]
+
+
+def page(stored: StoredRun) -> Page | None:
+    """None for a run of something else."""
+    if "corpus" not in stored.run:
+        return None
+    corpus = build(stored)
+    rows = [tuple((text, "red" in style) for text, style in _cells(line)) for line in corpus.lines]
+    return Page(_HEAD, tuple(rows), tuple(_total_lines(corpus)))
+
+
 def write(path: Path) -> Corpus:
     """Writes corpus.json and corpus.md into a run's directory; returns what they show."""
     corpus = build(read_run(path))
@@ -296,8 +315,7 @@ def _plain_cells(line: Line) -> list[str]:
 
 def markdown(corpus: Corpus) -> str:
     """One table and the totals, for a job's summary."""
-    head = ["row", "scenario", "ranks", *_COLUMNS, "confirmed (median)", "false alarms"]
-    rows = [head, ["---"] * len(head), *(_plain_cells(line) for line in corpus.lines)]
+    rows = [_HEAD, ["---"] * len(_HEAD), *(_plain_cells(line) for line in corpus.lines)]
     body = "\n".join("| " + " | ".join(text.replace("|", "/") for text in row) + " |" for row in rows)
     return "\n".join(["# Hang corpus (simulation)", "", body, "", *_total_lines(corpus), ""])
 

@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.store import StoredRun
-from reports import words
+from reports import corpus, words
 from reports.charts import Chart, distribution
 from reports.engine import bypassing
 from reports.evidence import group_hangs, members_text
@@ -66,6 +66,7 @@ def render(result: Result, stored: StoredRun) -> str:
         .get_template("report.html.j2")
         .render(
             result=result,
+            corpus=corpus.page(stored),
             hangs=groups,
             heading=heading(group.first.trial for group in groups),
             checks=[trial for trial in result.trials if _checks_to_show(trial)],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,29 @@ def test_rows_twins_and_ranks_have_their_own_numbers_of_trials() -> None:
     assert set(manifest(chosen)["corpus"]) == {"a1-idle-raises", "a1-idle-raises-4-ranks"}
     quick = variants(Wish(only=("A1",), quick=True))
     assert [one.scenario.target.ranks for one in quick] == [2]
+
+
+@pytest.mark.hang
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_the_quick_part_of_the_corpus_is_all_right(tmp_path: Path) -> None:
+    """Every row found and blamed on the right rank, no twin and no control called a hang."""
+    command = [
+        Path(sys.executable).parent / "hangrig",
+        "corpus",
+        "--quick",
+        "--json",
+        "--out",
+        tmp_path / "runs",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    document = json.loads(done.stdout)
+    jsonschema.validate(document, load_schema("corpus"))
+    assert {row["id"] for row in document["rows"]} == {
+        one.scenario.corpus.id for one in variants(Wish(quick=True)) if one.scenario.corpus
+    } - {None}
+    assert document["totals"]["false_alarms"]["k"] == 0 and document["controls"]
 
 
 def test_a_wrong_row_is_bad_usage() -> None:
