@@ -134,7 +134,7 @@ class Engine(Table):
     step_timeout_s: Seconds = 300.0
     """Deadline of each host wait and of each collective; above the watchdog's whole time."""
     check_steps: bool = True
-    """Of the built-in engine, as the five below: the agreement of each step ends a rank that is at another step
+    """Of the built-in engine, as those below: the agreement of each step ends a rank that is at another step
     than its peers. Off: it goes unnoticed, as in engines whose agreement says nothing of the step."""
     sync_every: Annotated[int, Field(ge=0)] = 0
     """Steps of a rank, by its own count, between two questions to all whether there is work left anywhere (group
@@ -145,6 +145,9 @@ class Engine(Table):
     expert_stats: bool = False
     """The ranks add up in every step how many tokens each expert got (group ``stats``), beside the data path, as
     recorders of the experts' load do."""
+    output_parallel: bool = False
+    """The output projection of the attention is spread over all ranks (group ``output``), as vllm-ascend's tensor
+    parallel output projection: an idle rank takes part too. Every rank must be its own attention group."""
     exit_barrier: bool = False
     """All ranks meet at the end of a trial, after the drain (group ``world``)."""
     attention_backend: str | None = None

@@ -72,12 +72,26 @@ def _pool(scenario: Scenario) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-_BUILTIN_ALONE = ("check_steps", "sync_every", "cache_sync_every", "expert_stats", "exit_barrier")
+_BUILTIN_ALONE = (
+    "check_steps",
+    "sync_every",
+    "cache_sync_every",
+    "expert_stats",
+    "output_parallel",
+    "exit_barrier",
+)
 """Keys of [engine] that another engine has no counterpart for, or sets by flags of its own."""
 
 
 def _builtin_alone(scenario: Scenario) -> Iterator[Finding]:
+    dp, ranks = scenario.target.dp, scenario.target.ranks
     if not _foreign(scenario):
+        if scenario.engine.output_parallel and dp not in (None, ranks):
+            yield (
+                "engine.output_parallel", True,
+                f"needs every rank to be its own attention group, and target.dp is {dp} of {ranks} ranks",
+                f"set target.dp = {ranks}, or leave it off",
+            )  # fmt: skip
         return
     for key in _BUILTIN_ALONE:
         value = getattr(scenario.engine, key)

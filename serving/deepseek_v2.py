@@ -150,6 +150,12 @@ class DeepseekV2:
         """What this rank's heads add to the residual stream, (T, D)."""
         return F.linear(self.values(layer, o_THR), self._layers[layer].attention.out)
 
+    def output_share(self, layer: int, values_TV: torch.Tensor, columns: range) -> torch.Tensor:
+        """What some of the ``values`` of all heads add to the residual stream, (T, D). For a rank with all heads;
+        the weight is kept whole."""
+        part = slice(columns.start, columns.stop)
+        return F.linear(values_TV[:, part], self._layers[layer].attention.out[:, part])
+
     def values(self, layer: int, o_THR: torch.Tensor) -> torch.Tensor:
         """Latent output to the attended values of this rank's heads, side by side: (T, H * U)."""
         value_up_HRU = self._layers[layer].attention.value_up_HRU

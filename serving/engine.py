@@ -56,6 +56,8 @@ class EngineConfig:
     """Prefills of an attention group between two agreements on the pages in the prefix cache; 0 never agrees."""
     expert_stats: bool = False
     """The ranks add up, step by step, how many tokens each expert got."""
+    output_parallel: bool = False
+    """The output projection is spread over all ranks, each of which is its own attention group."""
     exit_barrier: bool = False
     """All ranks meet once more when they are through."""
     wait_s: float = 300.0
@@ -113,7 +115,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._rows = Rows(config.scheduler.max_running)
         self._decisions = Decisions(ledger, comm.topology)
-        self._features = Features(stats=config.expert_stats)
+        self._features = Features(stats=config.expert_stats, output_parallel=config.output_parallel)
         self._state = self._make_state(self._rows.count)
         self._forward = Forward(model, device, comm, self._state, self._features)
         self._control = Control(comm, sync_every=config.sync_every, cache_sync_every=config.cache_sync_every)

@@ -2,7 +2,8 @@
 
 The same enqueues serve an eager step and a graph capture; the device decides whether they queue or record. A
 ``Workspace`` holds the buffers of one shape: made afresh for an eager step, kept for ever by a captured graph.
-Shapes: T tokens of this rank, B sequences, S sampled rows, G gathered rows, D hidden size, W attention groups.
+Shapes: T tokens of this rank, B sequences, S sampled rows, G gathered rows, D hidden size, V values of
+all heads, W attention groups.
 
 Not here: when a step runs and with which batch (``engine.py``); the arithmetic (``deepseek_v2.py``).
 """
@@ -16,9 +17,10 @@ import torch
 
 from harness import faults
 from harness.devices.base import Device, ExternalEvent, Graph, HostArgs
-from serving.comm import Comm
+from serving.comm import Comm, Group
 from serving.deepseek_v2 import DeepseekV2
 from serving.dp_attention import StepPlan, gather, scatter, valid_rows
+from serving.weights import even_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class Features:
 
     stats: bool = False
     """The ranks add up how many tokens each expert got."""
+    output_parallel: bool = False
+    """The output projection is spread over all ranks, each of which is its own attention group."""
 
 
 PLAIN = Features()
@@ -63,6 +67,8 @@ class Workspace:
     hidden_TD: torch.Tensor
     query_THE: torch.Tensor
     attended_THC: torch.Tensor
+    values_in: torch.Tensor  # (local rows, V); V is 0 unless the output projection is spread over the ranks
+    values_GV: torch.Tensor  # attended values of all heads
     experts_in: torch.Tensor  # (local rows, D)
     gathered_GD: torch.Tensor
     partial_GD: torch.Tensor
@@ -90,6 +96,7 @@ class Workspace:
         ids, positions, slots, rows, rows_b, sample, sample_rows, prefix_flat = torch.split(packed, parts)
         floats = model.dtype
         hidden, heads, rank_c = config.hidden_size, len(model.heads), config.kv_lora_rank
+        values = heads * config.v_head_dim if features.output_parallel else 0
         local = plan.local_rows(dp_rank)
         return Workspace(
             plan=plan,
@@ -107,6 +114,8 @@ class Workspace:
             hidden_TD=device.empty((tokens, hidden), floats),
             query_THE=device.empty((tokens, heads, rank_c + config.qk_rope_head_dim), floats),
             attended_THC=device.empty((tokens, heads, rank_c), floats),
+            values_in=device.empty((local, values), floats),
+            values_GV=device.empty((plan.rows, values), floats),
             experts_in=device.empty((local, hidden), floats),
             gathered_GD=device.empty((plan.rows, hidden), floats),
             partial_GD=device.empty((plan.rows, hidden), floats),
@@ -134,6 +143,7 @@ class Forward:
         self._state = state
         self._topology = comm.topology
         self._attention_group = comm.group("attention") if comm.topology.attention_size > 1 else None
+        self._spread = comm.group("output") if features.output_parallel else None
         self._stats = comm.group("stats") if features.stats else None
         self._total_X = device.empty((model.config.n_routed_experts,), torch.int64).zero_()
         self._last_moe = max(filter(model.is_moe, range(model.config.num_hidden_layers)), default=None)
@@ -158,7 +168,8 @@ class Forward:
         eager = events is None
         self._device.compute.run(lambda: self._begin(ws), "embed")
         for layer in range(self._model.config.num_hidden_layers):
-            if own and not (eager and self._left_out(ws, layer, "attention")):
+            attends = own or self._spread is not None
+            if attends and not (eager and self._left_out(ws, layer, "attention")):
                 self._attention(ws, layer, args, None if events is None else events[layer])
             if not (eager and self._left_out(ws, layer, "experts" if self._model.is_moe(layer) else "mlp")):
                 self._mlp(ws, layer, own)
@@ -227,9 +238,13 @@ class Forward:
             table_BM = self._state.table_RM.index_select(0, ws.rows_B)
             ws.attended_THC.copy_(model.attend(ws.query_THE, kv_SC, table_BM, kv_lens, q_lens))
 
-        self._device.compute.run(project, f"project.{layer}")
-        self._device.host_op(attend, args, event, f"attention.{layer}")
-        self._output(ws, layer)
+        if ws.hidden_TD.shape[0] > 0:
+            self._device.compute.run(project, f"project.{layer}")
+            self._device.host_op(attend, args, event, f"attention.{layer}")
+        if self._spread is not None:
+            self._output_over_ranks(ws, layer, self._spread)
+        else:
+            self._output(ws, layer)
 
     def _output(self, ws: Workspace, layer: int) -> None:
         """The attended values back into the residual stream."""
@@ -253,6 +268,29 @@ class Forward:
         group.all_reduce(part_TD)
         self._device.compute.run(add, f"output_sum.{layer}")
 
+    def _output_over_ranks(self, ws: Workspace, layer: int, group: Group) -> None:
+        """As vllm-ascend's tensor-parallel output projection under data parallelism: the attended values of all
+        ranks come together, each rank multiplies its share of every value, and the sums go back."""
+        model, tokens = self._model, ws.hidden_TD.shape[0]
+        columns = even_share(ws.values_GV.shape[1], self._topology.rank, self._topology.world)
+
+        def bring() -> None:
+            values_TV = model.values(layer, ws.attended_THC) if tokens else None
+            self._place(ws, values_TV, ws.values_in, ws.values_GV)
+
+        def multiply() -> None:
+            ws.partial_GD.copy_(model.output_share(layer, ws.values_GV, columns))
+
+        def add() -> None:
+            ws.hidden_TD.add_(self._returned(ws))
+
+        self._device.compute.run(bring, f"output_in.{layer}")
+        gather(group, ws.plan, ws.values_in, ws.values_GV)
+        self._device.compute.run(multiply, f"output.{layer}")
+        scatter(group, ws.plan, ws.partial_GD, ws.reduced)
+        if tokens:
+            self._device.compute.run(add, f"output_sum.{layer}")
+
     def _mlp(self, ws: Workspace, layer: int, own: bool) -> None:
         model = self._model
         if not model.is_moe(layer):
@@ -273,15 +311,28 @@ class Forward:
 
     def _to_experts(self, ws: Workspace, layer: int) -> None:
         """Puts this rank's tokens where ``gather`` takes them from. Of an attention group one rank brings them."""
-        tokens = ws.hidden_TD.shape[0] if self._topology.member == 0 else 0
-        if ws.plan.summed:
-            target, begin = ws.gathered_GD, ws.plan.begin(self._topology.dp_rank)
-        else:
-            target, begin = ws.experts_in, 0
+        brings = ws.hidden_TD.shape[0] > 0 and self._topology.member == 0
+        own_TD = self._model.mlp_input(layer, ws.hidden_TD) if brings else None
+        self._place(ws, own_TD, ws.experts_in, ws.gathered_GD)
+
+    def _place(
+        self, ws: Workspace, own: torch.Tensor | None, local: torch.Tensor, gathered: torch.Tensor
+    ) -> None:
+        """Puts a rank's rows (None: it brings none) where ``gather`` takes them from, and zeros around them."""
+        tokens = 0 if own is None else own.shape[0]
+        target, begin = (gathered, ws.plan.begin(self._topology.dp_rank)) if ws.plan.summed else (local, 0)
         if target.shape[0] > tokens:
             target.zero_()
-        if tokens:
-            target[begin : begin + tokens].copy_(self._model.mlp_input(layer, ws.hidden_TD))
+        if own is not None:
+            target[begin : begin + tokens].copy_(own)
+
+    def _returned(self, ws: Workspace) -> torch.Tensor:
+        """This rank's rows of what ``scatter`` brought back."""
+        tokens = ws.hidden_TD.shape[0]
+        if not ws.plan.summed:
+            return ws.reduced[:tokens]
+        begin = ws.plan.begin(self._topology.dp_rank)
+        return ws.partial_GD[begin : begin + tokens]
 
     def _route(self, ws: Workspace, layer: int) -> None:
         ids_GK, weights_GK = self._model.route(layer, ws.gathered_GD)
@@ -292,14 +343,8 @@ class Forward:
             ws.routed_X[own.start : own.stop].add_(self._model.routed(ids_GK, ws.valid_G1))
 
     def _from_experts(self, ws: Workspace, layer: int) -> None:
-        tokens = ws.hidden_TD.shape[0]
-        if ws.plan.summed:
-            begin = ws.plan.begin(self._topology.dp_rank)
-            routed_TD = ws.partial_GD[begin : begin + tokens]
-        else:
-            routed_TD = ws.reduced[:tokens]
         shared_TD = self._model.shared_experts(layer, self._model.mlp_input(layer, ws.hidden_TD))
-        ws.hidden_TD.add_(routed_TD).add_(shared_TD)
+        ws.hidden_TD.add_(self._returned(ws)).add_(shared_TD)
 
     def _logits(self, ws: Workspace) -> None:
         ws.logits_SV.copy_(self._model.logits(ws.hidden_TD.index_select(0, ws.sample_S)))

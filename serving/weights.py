@@ -29,8 +29,12 @@ _FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def expert_range(config: ModelConfig, rank: int, world: int) -> range:
-    """The routed experts of one rank: contiguous shares that differ by one at most, some perhaps empty."""
-    count = config.n_routed_experts
+    """The routed experts of one rank."""
+    return even_share(config.n_routed_experts, rank, world)
+
+
+def even_share(count: int, rank: int, world: int) -> range:
+    """One rank's part of ``count`` things: contiguous, sizes differing by one at most, some perhaps empty."""
     return range(rank * count // world, (rank + 1) * count // world)
 
 
@@ -41,7 +45,7 @@ def head_range(config: ModelConfig, member: int, size: int) -> range:
         raise ModelError(
             f"num_attention_heads {count} cannot be shared by {size} ranks of one attention group; use a divisor"
         )
-    return range(member * count // size, (member + 1) * count // size)
+    return even_share(count, member, size)
 
 
 def tensor_shapes(config: ModelConfig, experts: range | None = None) -> dict[str, tuple[int, ...]]:

@@ -117,3 +117,36 @@ def test_the_ranks_add_up_what_each_expert_got(
     stats = snapshot(trial, 0).groups["stats"]
     assert stats.enqueued == len(steps)
     assert {(r.operation, r.shape) for r in stats.recent} == {("all_reduce", (TINY.n_routed_experts,))}
+
+
+@pytest.mark.parametrize(
+    ("world", "padding", "toggles"),
+    [
+        (1, "auto", {}),
+        (2, "auto", {}),
+        (2, "auto", {"graph": "off"}),
+        (2, "max_len", {"graph": "off"}),
+        (2, "sum_len", {"graph": "off", "overlap": "off"}),
+        (2, "auto", {"symm_mem": "on"}),
+        (4, "auto", {}),
+    ],
+)
+def test_the_output_projection_may_be_spread_over_the_ranks(
+    ranks: LocalRanks, trials: Trials, reference: Trial, world: int, padding: str, toggles: dict[str, str]
+) -> None:
+    """Each rank has a share of every value, and an idle one takes part: all enter the same collectives."""
+    engine = {"output_parallel": True, "padding": padding}
+    trial = served(ranks, trials, reference, world, engine, **toggles)
+    steps = [step for step in decisions(trial) if any(step["tokens"])]
+    assert world == 1 or any(0 in step["tokens"] for step in steps), "a rank is idle in some step"
+    for rank in range(world):
+        output = snapshot(trial, rank).groups["output"]
+        assert output.enqueued == 2 * TINY.num_hidden_layers * len(steps)
+
+
+def test_retraction_with_a_spread_output_projection(
+    ranks: LocalRanks, trials: Trials, reference: Trial
+) -> None:
+    engine = {"output_parallel": True, "kv_tokens": 120, "retract_every": 3}
+    trial = served(ranks, trials, reference, 2, engine)
+    assert trial.count("retractions") >= 3

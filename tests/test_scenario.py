@@ -191,6 +191,10 @@ def test_mistakes_in_one_key(settings: list[str], message: str) -> None:
         ({"watchdog": {"floor_s": 40}}, "lies above watchdog.ceiling_s"),
         ({"toggles": {"graph": "on"}, "engine": {"max_running": 64}}, "has no bucket for"),
         (
+            {"target": {"dp": 1}, "engine": {"output_parallel": True}},
+            "engine.output_parallel=true: needs every rank to be its own attention group, and target.dp is 1 of 2",
+        ),
+        (
             {"toggles": {"graph": "on"}, "engine": {"max_running": 16, "padding": "sum_len"}},
             "needs eager steps, and graph is on",
         ),

@@ -186,6 +186,7 @@ def make_engine(
         check_steps=engine["check_steps"],
         sync_every=engine["sync_every"],
         cache_sync_every=engine["cache_sync_every"],
+        output_parallel=engine["output_parallel"],
         expert_stats=engine["expert_stats"],
         exit_barrier=engine["exit_barrier"],
         wait_s=spec.timeout_s,
