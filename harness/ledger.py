@@ -311,7 +311,8 @@ class LedgerWriter:
 
     def collective_enter(self, group: int, operation: str, shape: Sequence[int], dtype: str) -> int:
         """One collective was enqueued and entered in the same moment, by the thread that carries it out: as
-        ``collective_enqueue`` and ``collective_start`` after it, in one write. Host thread."""
+        ``collective_enqueue`` and ``collective_start`` after it, in one write. Host thread, or the one thread that
+        carries out all collectives of this group."""
         state = self._groups[group]
         last = state.enqueued + 1
         state.enqueued = state.started = last

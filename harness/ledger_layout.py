@@ -50,6 +50,9 @@ group.log G        128    executing   kind u8 (0 start, 1 complete), first u64, 
                                       highest started u64, all completed up to u64
 =================  =====  ==========  ====================================================================
 
+A collective that nobody enqueues (a registration of the symmetric heap) has a group of its own, both of whose
+sections the executing thread writes.
+
 STREAM is each of compute, copy, comm, update; E runs over 128 events, G over 32 groups. Sections of one kind
 lie together, first all names, then all records. Times are CLOCK_MONOTONIC nanoseconds of the rank's node.
 """

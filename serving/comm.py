@@ -31,7 +31,7 @@ from harness import faults
 from harness.devices.base import Device, Graph
 from harness.ledger import LedgerWriter
 from serving.board import PAYLOAD_BYTES, Board, BoardTimeout
-from serving.groups import ProcessGroups, Topology
+from serving.groups import REGISTRATION, ProcessGroups, Topology
 from serving.symmetric import SymmetricHeap
 
 T = TypeVar("T")
@@ -92,6 +92,7 @@ class Comm:
             if faults.ACTIVE is not None:
                 faults.ACTIVE.visit("comm.create", group=name)
             members = self.topology.members(name)
+            symmetric = self.options.symmetric and name == "experts" and len(members) > 1
             found = self._groups[name] = Group(
                 name,
                 members,
@@ -102,6 +103,7 @@ class Comm:
                 self._token,
                 self.closed,
                 self.group,
+                self.group(REGISTRATION) if symmetric else None,
             )
         return found
 
@@ -170,8 +172,10 @@ class Group:
         token: str,
         closed: Callable[[], bool],
         other: Callable[[str], Group],
+        registration: Group | None = None,
     ) -> None:
-        """``other`` gives this rank's group of another name."""
+        """``other`` gives this rank's group of another name; ``registration``: that of the symmetric heap which
+        carries this group's data."""
         self.name = name
         self._other = other
         self.ranks = ranks
@@ -191,7 +195,7 @@ class Group:
         if self.size == 1:
             return
         files = f"{token}-{name}-{ranks[0]}"
-        if options.symmetric and name == "experts":
+        if registration is not None:
             self._heap = SymmetricHeap(
                 options.shared,
                 name=files,
@@ -199,6 +203,7 @@ class Group:
                 size=self.size,
                 timeout_s=options.timeout_s,
                 stop=closed,
+                carry=registration.register,
             )
         if options.agree_first and name != "agree":
             self._board = Board(options.shared / f"{files}.board", member=self.member, size=self.size)
@@ -336,6 +341,15 @@ class Group:
         if faults.ACTIVE is not None:
             faults.ACTIVE.visit("comm.after", group=self.name, operation=operation, sequence=sequence)
         return found
+
+    def register(self, nbytes: int, exchange: Callable[[], None]) -> None:
+        """Carries a registration of segments of ``nbytes``, on the stream's thread where it turns out to be needed:
+        that thread writes both of the group's sections in the ledger. Nothing of it is enqueued before."""
+        shape, sequence = (nbytes,), 0
+        if self._ledger is not None:
+            sequence = self._ledger.collective_enter(self._handle, "register", shape, "uint8")
+        self._carry("register", shape, "uint8", exchange, sequence)
+        self._ledger_complete(sequence)
 
     # How a collective runs ---------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 A rank writes its part into its own segment and reads its peers' parts where they lie; a board of signals says
 when. Growing the heap is a *registration*: a collective of its own, which all ranks of the group must enter,
-because each has to map the others' new segments. A rank that grows alone waits for ever (HANGS.md, F1).
+because each has to map the others' new segments. A rank that grows alone waits for ever (HANGS.md, F1). Who makes
+the heap may have each registration carried as a collective, with a place in the ledger.
 
 Here on the simulated device: POSIX shared memory, all ranks on one machine. The CUDA heap comes with its device.
 """
@@ -19,11 +20,20 @@ from pathlib import Path
 
 import torch
 
+from harness import faults
 from serving.board import Board, BoardTimeout
 
 _GROWTH_BYTES = 1 << 20
 _SIGNAL = struct.Struct("<QI")  # bytes written, their crc32
 _SETTLE_POLL_S = 20e-6
+
+
+Carry = Callable[[int, Callable[[], None]], None]
+"""Carries a registration: given the bytes of a segment and what exchanges and maps the segments."""
+
+
+def _uncarried(nbytes: int, exchange: Callable[[], None]) -> None:
+    exchange()
 
 
 class SymmetricHeap:
@@ -42,7 +52,9 @@ class SymmetricHeap:
         size: int,
         timeout_s: float,
         stop: Callable[[], bool],
+        carry: Carry = _uncarried,
     ) -> None:
+        self._carry = carry
         self._directory = directory
         self._name = name
         self._member = member
@@ -61,6 +73,12 @@ class SymmetricHeap:
     def registered_bytes(self) -> int:
         """Bytes of this rank's segment that its peers map."""
         return 2 * self._half_bytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Makes room for collectives of ``nbytes`` a member; registers where there is none yet, and then all
+        members must come. On the thread that carries the collectives."""
+        if nbytes > self._half_bytes:
+            self._register(nbytes)
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """``out`` (size * t, ...) becomes the members' ``part`` (t, ...) in member order."""
@@ -97,8 +115,7 @@ class SymmetricHeap:
     def _write(self, tensor: torch.Tensor) -> int:
         """Puts ``tensor`` into this rank's segment, signals, waits for all signals; returns the half used."""
         nbytes = tensor.numel() * tensor.element_size()
-        if nbytes > self._half_bytes:
-            self._register(nbytes)
+        self.reserve(nbytes)
         self._signal += 1
         half = self._signal % 2
         self._view(self._member, half, tensor).copy_(tensor)
@@ -122,9 +139,16 @@ class SymmetricHeap:
         return zlib.crc32(memoryview(self._maps[member])[begin : begin + nbytes])
 
     def _register(self, nbytes: int) -> None:
+        if faults.ACTIVE is not None:
+            nbytes = faults.ACTIVE.visit("symm.register", group=self._name, nbytes=nbytes, heap=self)[
+                "nbytes"
+            ]
+        half_bytes = -(-nbytes // _GROWTH_BYTES) * _GROWTH_BYTES
+        self._carry(2 * half_bytes, lambda: self._exchange(half_bytes))
+
+    def _exchange(self, half_bytes: int) -> None:
         """Collective: every member brings a new segment of the same size and maps all others'."""
         self._generation += 1
-        half_bytes = -(-nbytes // _GROWTH_BYTES) * _GROWTH_BYTES
         own = self._path(self._member, self._generation)
         handle = os.open(own, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:

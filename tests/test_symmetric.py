@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -14,6 +14,10 @@ import torch
 import torch.distributed as dist
 from sim_rig import LONG_S, in_thread, joined
 
+from harness.devices.base import DeviceError, DeviceTimeout
+from harness.ledger import LedgerReader, LedgerWriter
+from harness.ledger_snapshot import Snapshot
+from harness.waits import waits
 from serving.board import BoardTimeout
 from serving.symmetric import SymmetricHeap
 
@@ -159,6 +163,89 @@ def test_a_wait_for_peers_ends_when_the_heap_is_told_to_stop(tmp_path: Path) -> 
     joined(thread)
     assert [error.missing for error in caught] == [(1,)]
     heap.close()
+
+
+def test_room_can_be_asked_for_and_what_is_there_is_not_registered_again(tmp_path: Path) -> None:
+    def work(member: int, heap: SymmetricHeap) -> list[int]:
+        sizes = []
+        for nbytes in (1, MIB, 3 * MIB, 2 * MIB):
+            heap.reserve(nbytes)
+            sizes.append(heap.registered_bytes // MIB)
+        heap.all_reduce(torch.ones(4))
+        return sizes
+
+    assert on_members(tmp_path, 2, work) == [[2, 2, 6, 6]] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+# Registrations are collectives ---------------------------------------------------------------------------------
+
+PEER_S = 1.5
+"""How long a rank waits for a peer that will not come, where the test wants it to give up."""
+LOOK_S = 0.3
+"""When the test looks at the ledgers of ranks that wait."""
+
+
+def registrations(seat: Seat, directory: Path, alone: int | None, differ: bool) -> tuple[str, Snapshot]:
+    """Grows twice with collectives, then once on request: on all ranks, on one ``alone``, or to sizes that
+    ``differ``. The error, and the ledger while the ranks wait or at the end."""
+    path = directory / f"{seat.rank}.ledger"
+    ledger = LedgerWriter.create(path, rank=seat.rank, world=seat.world, node="n", device="sim")
+    with ExitStack() as stack:
+        stack.callback(ledger.close)
+        device, comm = stack.enter_context(seat.comm("grow", ledger=ledger, timeout_s=PEER_S, symmetric=True))
+        group = comm.group("experts")
+        heap = group._heap
+        assert heap is not None
+        for mebibytes in (1, 2):
+            group.all_reduce(torch.ones(mebibytes * MIB // 4))
+        wanted = (4 + 2 * (differ and seat.rank)) * MIB
+        if alone in (None, seat.rank):
+            device.comm.run(lambda: heap.reserve(wanted), "reserve", opaque=True)
+        group.all_reduce(torch.ones(16))
+        with suppress(DeviceTimeout):
+            device.comm.synchronize(LOOK_S if alone is not None or differ else LONG_S)
+        reader = LedgerReader.open(path)
+        snapshot = reader.snapshot()
+        reader.close()
+        try:
+            device.compute.synchronize(LONG_S)
+        except DeviceError as error:
+            return str(error), snapshot
+        return "", snapshot
+
+
+def test_each_registration_is_a_collective_of_a_group_of_its_own(ranks: LocalRanks, tmp_path: Path) -> None:
+    for error, snapshot in ranks.run(2, registrations, tmp_path, None, False):
+        assert error == ""
+        symm = snapshot.groups["symm"]
+        assert symm.ranks == (0, 1)
+        assert (symm.enqueued, symm.started, symm.completed) == (3, 3, 3)
+        assert [(r.operation, r.shape, r.dtype) for r in symm.recent] == [
+            ("register", (2 * MIB * half,), "uint8") for half in (1, 2, 4)
+        ]
+
+
+def test_a_rank_that_grows_alone_is_seen_waiting_in_its_registration(
+    ranks: LocalRanks, tmp_path: Path
+) -> None:
+    outcomes = ranks.run(2, registrations, tmp_path, 0, False)
+    found = {wait.group: wait for wait in waits({rank: snap for rank, (_, snap) in enumerate(outcomes)})}
+    register, experts = found["symm"], found["experts"]
+    assert (register.operation, register.sequence) == ("register", 3)
+    assert (register.waiting, register.missing) == ((0,), (1,))
+    assert (experts.waiting, experts.late) == ((1,), (0,)), "it queued its part behind the registration"
+    assert "group symm: register uint8 (8388608,): members [1] did not post record 3" in outcomes[0][0]
+    assert "members [0] did not post" in outcomes[1][0]
+
+
+def test_registrations_of_different_sizes_wait_and_show_both(ranks: LocalRanks, tmp_path: Path) -> None:
+    outcomes = ranks.run(2, registrations, tmp_path, None, True)
+    (wait,) = waits({rank: snap for rank, (_, snap) in enumerate(outcomes)})
+    assert (wait.group, wait.waiting, wait.mismatch_kind()) == ("symm", (0, 1), "size")
+    assert [side.shape for side in wait.sides] == [(8 * MIB,), (12 * MIB,)]
+    for error, _ in outcomes:
+        assert "group symm: the ranks brought different collectives: register uint8 (8388608,), " in error
 
 
 # Nothing else carries the data ---------------------------------------------------------------------------------
