@@ -25,6 +25,7 @@ import typer
 from harness.cli_text import doctor_lines, plan, plan_lines
 from harness.fault_model import load_file, registered
 from harness.faults import FaultError
+from harness.known_issues import known_issues_here
 from harness.launch_plan import commands
 from harness.request import BadRequest, OnHang, RunOutcome, RunRequest
 from harness.scenario import (
@@ -214,6 +215,12 @@ Faults = Annotated[
     list[Path] | None,
     typer.Option("--faults", metavar="FILE", help="A Python file that registers faults of your own."),
 ]
+KnownIssues = Annotated[
+    Path | None,
+    typer.Option(
+        "--known-issues", metavar="FILE", help="Hangs that are known; known-issues.toml here, else none."
+    ),
+]
 OnHangOption = Annotated[str, typer.Option(metavar="end|hold[=30m]", help="What to do with hung ranks.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, as runs/latest.")]
 
@@ -287,6 +294,7 @@ def run_command(
     allow_skip: Annotated[bool, typer.Option("--allow-skip", help="Exit 0 when all was skipped.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Prints the trials and runs none.")] = False,
     faults: Faults = None,
+    known_issues: KnownIssues = None,
     as_json: Json = False,
 ) -> None:
     """Runs scenarios: N trials per arm, watched, diagnosed and reported."""
@@ -307,6 +315,7 @@ def run_command(
         json=as_json,
         time_budget_s=None if time_budget is None else parse_duration_s(time_budget),
         fault_files=tuple(path.absolute() for path in faults or ()),
+        known_issues=known_issues_here(known_issues),
         argv=tuple(sys.argv[1:]),
     )
     check_targets(request.scenarios)
@@ -359,6 +368,7 @@ def rerun_command(
     on_hang: OnHangOption = "end",
     ray_address: Annotated[str | None, typer.Option(metavar="A", help="A Ray cluster that runs.")] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where runs are stored.")] = Path("runs"),
+    known_issues: KnownIssues = None,
     as_json: Json = False,
 ) -> None:
     """The same trial again; without TRIAL the first not passed, else the first hang, else the first."""
@@ -370,6 +380,7 @@ def rerun_command(
         "ray_address": ray_address,
         "out": out,
         "json": as_json,
+        "known_issues": known_issues_here(known_issues),
         "argv": tuple(sys.argv[1:]),
     }
     from harness import run
@@ -409,22 +420,22 @@ def doctor_command(device: DeviceOption = "sim", as_json: Json = False) -> None:
 
 @app.command("report", epilog="Example: hangrig report runs/latest")
 @guarded
-def report_command(run_path: RunArgument, as_json: Json = False) -> None:
+def report_command(run_path: RunArgument, known_issues: KnownIssues = None, as_json: Json = False) -> None:
     """Writes the reports of a stored run again."""
     path = run_folder(run_path)
     from harness import run
 
-    finish(run.report(path), as_json)
+    finish(run.report(path, known_issues), as_json)
 
 
 @app.command("recheck", epilog="Example: hangrig recheck runs/latest")
 @guarded
-def recheck_command(run_path: RunArgument, as_json: Json = False) -> None:
+def recheck_command(run_path: RunArgument, known_issues: KnownIssues = None, as_json: Json = False) -> None:
     """Diagnoses and checks a stored run again, from its evidence, and writes the reports."""
     path = run_folder(run_path)
     from harness import run
 
-    finish(run.recheck(path), as_json)
+    finish(run.recheck(path, known_issues), as_json)
 
 
 @app.command("watch", epilog="Example: hangrig watch 4711 --timeout 10m")

@@ -5,7 +5,7 @@ Here: two records without behaviour. Not here: parsing of options and running.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -43,6 +43,8 @@ class RunRequest:
     time_budget_s: float | None = None
     fault_files: tuple[Path, ...] = ()
     """Python files that register faults; they have been loaded here, and every rank loads them too."""
+    known_issues: Mapping[str, Any] | None = None
+    """The record of the file of known issues (`harness.known_issues`)."""
     argv: tuple[str, ...] = ()
     """The command line without the program's name."""
 

@@ -21,6 +21,7 @@ from harness.corpus import request as corpus_request
 from harness.fault_model import load_file
 from harness.faults import FaultError
 from harness.judge import HISTORY, judge
+from harness.known_issues import again, known_issues_here
 from harness.launch_plan import arm_spec, commands
 from harness.live import LiveView
 from harness.machine import machine_facts, versions
@@ -64,6 +65,10 @@ def rerun(path: Path, trial: str | None, overrides: Mapping[str, Any]) -> RunOut
     planned = _choose(stored, trial)
     entry = next(e for e in document["scenarios"] if e["name"] == planned["scenario"])
     scenario = from_record(entry, device=document["device"])
+    overrides = {
+        **overrides,
+        "known_issues": overrides.get("known_issues") or again(document.get("known_issues")),
+    }
     request = RunRequest(
         scenarios=(scenario,), device=document["device"], seed=planned["seed"], trials=1,
         fault_files=files, **overrides,
@@ -78,17 +83,23 @@ def rerun(path: Path, trial: str | None, overrides: Mapping[str, Any]) -> RunOut
     return _report(execute(request, [(Job(scenario, chosen), kept)]))
 
 
-def report(path: Path) -> RunOutcome:
-    """Writes the reports of a stored run again. Trials that nobody judged (the driver was killed) are."""
+def report(path: Path, known_issues: Path | None = None) -> RunOutcome:
+    """Writes the reports of a stored run again. Trials that nobody judged (the driver was killed) are.
+
+    ``known_issues`` takes the place of the file that the run remembers."""
     store = RunStore.open(path)
+    known = _known_issues(store, known_issues)
     _judge_stored(store, only_unjudged=True)
+    store.remember(**known)
     return _report(store.path)
 
 
-def recheck(path: Path) -> RunOutcome:
+def recheck(path: Path, known_issues: Path | None = None) -> RunOutcome:
     """Judges every trial of a stored run with the checkers and the diagnosis of now, and reports."""
     store = RunStore.open(path)
+    known = _known_issues(store, known_issues)
     _judge_stored(store, only_unjudged=False)
+    store.remember(**known)
     return _report(store.path)
 
 
@@ -142,6 +153,7 @@ def execute(
         "settings": list(request.settings),
         "fault_files": [path.name for path in request.fault_files],
         "allow_skip": request.allow_skip,
+        "known_issues": request.known_issues,
         **(extra or {}),
         "driver": {"pid": own.pid, "start_time_ticks": own.start_time_ticks},
     }
@@ -245,6 +257,14 @@ def _judge_stored(store: RunStore, *, only_unjudged: bool) -> None:
                 context(plan, scenario, store.path, bool(document["simulation"])),
                 reference_path(store.path, scenario.name, plan["seed"]),
             )
+
+
+def _known_issues(store: RunStore, named: Path | None) -> dict[str, Any]:
+    """What run.json is to remember anew: the named file, or the one here if the run remembers none."""
+    if named is None and store.document.get("known_issues") is not None:
+        return {}
+    found = known_issues_here(named)
+    return {} if found is None else {"known_issues": found}
 
 
 def _load_faults(store: RunStore) -> tuple[Path, ...]:

@@ -226,6 +226,12 @@ class RunStore:
         """The copies, in the order in which they were given."""
         return tuple(self.path / "faults" / name for name in self.document.get("fault_files", ()))
 
+    def remember(self, **fields: object) -> None:
+        """Writes run.json again with ``fields``; nothing is written without any."""
+        if fields:
+            self.document = {**self.document, **fields}
+            write_json(self.path / "run.json", self.document)
+
     def finish(self, **fields: object) -> None:
         """Writes run.json for the last time, with the end time and ``fields``."""
         self.document = {**self.document, **fields, "finished_utc": _utc_now()}

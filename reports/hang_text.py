@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from reports.known import known_lines
 from reports.model import Culprit, Diagnosis, Result, TrialResult
 from reports.words import count, listing, seconds
 
@@ -13,15 +14,21 @@ _URGENCY = {"fail": 0, "unknown": 1, "pass": 2}
 def hang_groups(result: Result) -> list[tuple[TrialResult, list[TrialResult]]]:
     """Trials that were not healthy, by signature (by outcome without one): the first of each and the others.
 
-    What was not expected comes first. A ``corrupt`` trial stopped nowhere: its check says all there is.
+    What was not expected comes first, then what is known and has changed. A ``corrupt`` trial stopped nowhere: its
+    check says all there is.
     """
     groups: dict[tuple[str, str], list[TrialResult]] = {}
-    for trial in sorted(result.trials, key=lambda trial: _URGENCY.get(trial.verdict, 1)):
+    for trial in sorted(result.trials, key=_urgency):
         if trial.outcome in ("healthy", "skipped", "corrupt"):
             continue
         signature = trial.diagnosis.signature if trial.diagnosis else ""
         groups.setdefault((signature, "" if signature else trial.outcome), []).append(trial)
     return [(members[0], members[1:]) for members in groups.values()]
+
+
+def _urgency(trial: TrialResult) -> tuple[int, bool]:
+    changed = trial.known is not None and trial.known.status == "changed"
+    return _URGENCY.get(trial.verdict, 1), not changed
 
 
 def heading(firsts: Iterable[TrialResult]) -> str:
@@ -41,7 +48,7 @@ def diagnosis_lines(trial: TrialResult) -> list[str]:
     title = f"{found.kind}: {found.mechanism} ({found.confidence})"
     if found.kind == "none":
         title = f"{trial.outcome}, without a diagnosis"
-    lines = [title, where]
+    lines = [title, where, *known_lines(trial.known)]
     if found.culprits:
         lines.append(f"culprit: {listing([_culprit(item) for item in found.culprits])}")
     if found.operation is not None or found.stream is not None:

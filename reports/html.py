@@ -22,6 +22,7 @@ from reports.charts import Chart, distribution
 from reports.engine import bypassing
 from reports.evidence import group_hangs, members_text
 from reports.hang_text import heading
+from reports.known import new_issues, web_address
 from reports.model import Result, TrialResult
 
 LATENCY_ORDER = ("step", "next_token_copy", "bitmask_copy", "token_count_copy")
@@ -51,6 +52,7 @@ def environment() -> Environment:
         "microseconds": words.microseconds,
         "arm": words.arm_name,
         "members": members_text,
+        "web": web_address,
         "svg": Markup,  # charts only: markup of our own making
     }
     made.globals["count"] = words.count
@@ -70,6 +72,7 @@ def render(result: Result, stored: StoredRun) -> str:
             hangs=groups,
             heading=heading(group.first.trial for group in groups),
             checks=[trial for trial in result.trials if _checks_to_show(trial)],
+            new_issues=new_issues(result),
             charts=latency_charts(result),
             paths=latency_paths(result),
             toggles=_toggles(result),

@@ -10,6 +10,7 @@ import re
 import xml.etree.ElementTree as ET
 
 from reports.hang_text import diagnosis_lines
+from reports.known import known_lines
 from reports.model import ArmResult, Result, ScenarioResult, TrialResult
 
 _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -66,7 +67,8 @@ def _case(arm: ArmResult, trial: TrialResult) -> ET.Element:
         for check in trial.checks
         if check.verdict == trial.verdict
     ]
-    message = clean("; ".join([*reasons, *trial.problems]) or f"outcome {trial.outcome}")
+    told = [*reasons, *trial.problems] or [f"outcome {trial.outcome}"]
+    message = clean("; ".join([*told, *known_lines(trial.known)]))
     lines = [] if trial.outcome in ("healthy", "skipped") else diagnosis_lines(trial)
     detail = clean("\n".join([*lines, f"again with: {trial.rerun}"]))
     if trial.verdict == "fail":

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from reports import words
 from reports.hang_text import diagnosis_lines, hang_groups, heading
-from reports.model import ArmResult, Result
+from reports.known import new_issues, web_address
+from reports.model import ArmResult, Recognition, Result
 
 _BARE_PIPE = re.compile(r"(?<!\\)\|")
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|#~])")
@@ -102,7 +103,27 @@ def _hangs(result: Result) -> list[str]:
         if others:
             lines.append(f"- the same in {words.count(len(others), 'other trial')}")
         lines += ["", block(first.rerun), ""]
+    return [*lines, *_known(result)]
+
+
+def _known(result: Result) -> list[str]:
+    """Every signature with what the known issues say of it, and a block for each that is new."""
+    if not result.signatures:
+        return []
+    rows = [(code(row.signature), str(row.count), row.status, _issue(row.known)) for row in result.signatures]
+    lines = ["## Signatures", "", *table(("signature", "trials", "status", "known issue"), rows), ""]
+    if new := new_issues(result):
+        lines += ["For `known-issues.toml`, once the link is written:", ""]
+        for text in new:
+            lines += [block(text), ""]
     return lines
+
+
+def _issue(known: Recognition) -> str:
+    link = f"<{known.link}>" if web_address(known.link) else escape(known.link)
+    until = f"until {known.expires}" if known.expires else ""
+    told = [escape(known.title or known.note), link, until, escape(known.why)]
+    return "; ".join(filter(None, told))
 
 
 def _checks(result: Result) -> list[str]:

@@ -98,6 +98,29 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, slots=True)
+class Recognition:
+    """What the known issues say of a hang. ``link`` empty: no entry names it. ``why``: what has changed, or why
+    an entry that names it does not count. ``expires``: the last day of an entry that counts."""
+
+    status: SignatureStatus
+    link: str = ""
+    expires: str | None = None
+    note: str = ""
+    title: str | None = None
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "status": self.status,
+            "link": self.link or None,
+            "expires": self.expires,
+            "note": self.note or None,
+            "title": self.title,
+            "why": self.why or None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Resolution:
     """What became of one toggle: a request, what the platform gave, and why."""
 
@@ -147,6 +170,8 @@ class TrialResult:
     latency_us: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     engine: EngineVoice | None = None
     """What a foreign engine said; None for the built-in one."""
+    known: Recognition | None = None
+    """None where the diagnosis has no signature."""
 
     @property
     def stopped(self) -> bool:
@@ -238,15 +263,19 @@ class SignatureResult:
     signature: str
     mechanism: str
     count: int
-    status: SignatureStatus
+    known: Recognition
     trials: tuple[str, ...]
+
+    @property
+    def status(self) -> SignatureStatus:
+        return self.known.status
 
     def to_json(self) -> dict[str, Any]:
         return {
             "signature": self.signature,
             "mechanism": self.mechanism,
             "count": self.count,
-            "status": self.status,
+            **self.known.to_json(),
             "trials": list(self.trials),
         }
 

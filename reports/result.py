@@ -16,15 +16,16 @@ from reports import fields, verdicts
 from reports.diagnosis import read_diagnosis
 from reports.engine import notes, read_engine
 from reports.fields import Document
+from reports.known import KnownIssues, combine, read_known
 from reports.model import (
     ArmResult,
     Check,
     Expectation,
+    Recognition,
     Resolution,
     Result,
     ScenarioResult,
     SignatureResult,
-    SignatureStatus,
     TrialResult,
     Verdict,
 )
@@ -76,7 +77,7 @@ def build(stored: StoredRun, *, allow_skip: bool = False) -> Result:
         versions=fields.table(run, "versions"),
         machine=fields.table(run, "machine"),
         scenarios=scenarios,
-        signatures=_signatures(run, [trial for arm in arms.values() for trial in arm.trials]),
+        signatures=_signatures([trial for arm in arms.values() for trial in arm.trials]),
         never_run=never_run,
         problems=(*problems, *_trial_problems(stored)),
         engine_notes=_engine_notes(run, [trial for arm in arms.values() for trial in arm.trials]),
@@ -161,14 +162,18 @@ def _planned_expectation(arm: Document) -> Expectation:
 # --- trials ------------------------------------------------------------------------------------------------
 
 
-def read_trial(stored: StoredTrial, run: str, planned: _Planned | None = None) -> TrialResult:
+def read_trial(
+    stored: StoredTrial, run: str, planned: _Planned | None = None, known: KnownIssues | None = None
+) -> TrialResult:
     """One trial as a row of the model; without its trial.json it is an unknown trial."""
     document: Document = stored.trial if stored.trial is not None else {"outcome": "unknown"}
     planned = planned or _Planned(UNREADABLE, {})
+    scenario = fields.text(document, "scenario", planned.scenario)
+    diagnosis = None if stored.diagnosis is None else read_diagnosis(stored.diagnosis)
     latency = {path: tuple(fields.finite(samples)) for path, samples in stored.latency.items()}
     return TrialResult(
         id=stored.id,
-        scenario=fields.text(document, "scenario", planned.scenario),
+        scenario=scenario,
         arm=fields.table(document, "arm") or planned.arm,
         seed=fields.optional_integer(document, "seed"),
         device=fields.text(document, "device", "unknown"),
@@ -192,10 +197,11 @@ def read_trial(stored: StoredTrial, run: str, planned: _Planned | None = None) -
         resolutions=_resolutions(document),
         # Where the run is now: it may have been copied since trial.json was written.
         rerun=shlex.join(["hangrig", "rerun", run, stored.id]),
-        diagnosis=None if stored.diagnosis is None else read_diagnosis(stored.diagnosis),
+        diagnosis=diagnosis,
         problems=stored.problems,
         latency_us=latency,
         engine=None if stored.engine is None else read_engine(stored.engine),
+        known=(known or KnownIssues()).recognise(scenario, diagnosis),
     )
 
 
@@ -224,8 +230,9 @@ def _resolutions(document: Document) -> tuple[Resolution, ...]:
 def _group(stored: StoredRun, plan: _Plan) -> dict[tuple[str, str], _Arm]:
     """Arms in the order of the plan, then in the order their first trial ended."""
     arms = {key: _Arm(fields.table(arm, "arm")) for key, arm in plan.arms.items()}
+    known = read_known(stored.run)
     for trial in stored.trials:
-        read = read_trial(trial, str(stored.path), plan.trials.get(trial.id))
+        read = read_trial(trial, str(stored.path), plan.trials.get(trial.id), known)
         arms.setdefault((read.scenario, arm_name(read.arm)), _Arm(read.arm)).trials.append(read)
     for arm in arms.values():
         arm.trials.sort(key=lambda trial: (trial.seed is None, trial.seed or 0, trial.id))
@@ -323,25 +330,18 @@ def _latency(samples: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Perc
 # --- the run -----------------------------------------------------------------------------------------------
 
 
-def _signatures(run: Document, trials: Sequence[TrialResult]) -> tuple[SignatureResult, ...]:
-    """One row a signature, most frequent first.
-
-    ``known_signatures`` of run.json, ``{signature: mechanism}``, is what earlier runs saw; a signature with
-    another mechanism than theirs has changed, and without that table everything is new.
-    """
-    known = fields.table(run, "known_signatures")
-    groups: dict[str, list[TrialResult]] = {}
+def _signatures(trials: Sequence[TrialResult]) -> tuple[SignatureResult, ...]:
+    """One row a signature, most frequent first."""
+    groups: dict[str, list[tuple[TrialResult, Recognition]]] = {}
     for trial in trials:
-        if trial.diagnosis is not None and trial.diagnosis.signature:
-            groups.setdefault(trial.diagnosis.signature, []).append(trial)
+        if trial.diagnosis is not None and trial.known is not None:
+            groups.setdefault(trial.diagnosis.signature, []).append((trial, trial.known))
     found = []
     for signature, members in groups.items():
-        mechanism = members[0].diagnosis.mechanism if members[0].diagnosis else "unknown"
-        status: SignatureStatus = "new"
-        if signature in known:
-            status = "known" if known[signature] == mechanism else "changed"
-        ids = tuple(trial.id for trial in members)
-        found.append(SignatureResult(signature, mechanism, len(members), status, ids))
+        mechanism = members[0][0].diagnosis.mechanism if members[0][0].diagnosis else "unknown"
+        ids = tuple(trial.id for trial, _ in members)
+        known = combine([known for _, known in members])
+        found.append(SignatureResult(signature, mechanism, len(members), known, ids))
     return tuple(sorted(found, key=lambda row: (-row.count, row.signature)))
 
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from reports import words
 from reports.hang_text import diagnosis_lines, hang_groups
+from reports.known import new_issues
 from reports.model import Result, ScenarioResult
 
 _STYLES = {"pass": "green", "fail": "bold red", "unknown": "yellow", "skipped": "dim"}
@@ -51,6 +52,11 @@ def show(result: Result, stream: IO[str]) -> None:
         for fact in facts:
             console.print(Text(f"  {fact}"))
         console.print(Text(f"  again with: {printable(first.rerun)}", style="cyan"), soft_wrap=True)
+    if new := len(new_issues(result)):
+        told = "for each" if new > 1 else "for it"
+        console.print(
+            f"{words.count(new, 'new signature')}; the report has an entry for known-issues.toml {told}"
+        )
     for trial in result.never_run:
         console.print(Text(f"never ran: {printable(trial)}", style="yellow"))
     for problem in result.problems:

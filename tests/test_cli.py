@@ -260,7 +260,7 @@ def test_rerun_names_the_trial(runs: Run, stored: Path) -> None:
 def test_a_stored_run_is_handed_on(runs: Run, stored: Path, command: str) -> None:
     latest = stored.parent / "latest"
     assert json.loads(call(command, str(latest), "--json").stdout) == REPORT
-    assert runs.asked == [(stored.resolve(),)]
+    assert runs.asked == [(stored.resolve(), None)]
 
 
 def test_a_run_whose_head_is_damaged_is_bad_usage(runs: Run, stored: Path) -> None:

@@ -145,17 +145,6 @@ def test_an_expected_hang_passes(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("known", "status"), [("stream-order", "known"), ("livelock", "changed"), (None, "new")]
-)
-def test_signatures_that_earlier_runs_saw(tmp_path: Path, known: str | None, status: str) -> None:
-    builder = RunBuilder(tmp_path)
-    builder.trial(ARMS[1], 0, "hang", expected="any")
-    signature = "stream-order/compute/graph.replay/serving.engine"
-    result = built(builder.finish(known_signatures={} if known is None else {signature: known}))
-    assert [row.status for row in result.signatures] == [status]
-
-
 def planned_arm(arm: Mapping[str, str], hang: str, same_as: str | None = None) -> dict[str, Any]:
     expected = {"hang": hang, "min_rate": None, "mechanism": None, "tokens": "equal"}
     resolved = {"pinned": {"requested": arm["pinned"], "resolved": "pageable", "why": "cannot pin here"}}
