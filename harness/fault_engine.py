@@ -16,21 +16,56 @@ from harness.faults import Passing
 
 @register
 class ChangePlan(Fault):
-    """The rank runs the agreed step otherwise: eagerly, or in the graph of another bucket."""
+    """The rank runs the agreed step otherwise: eagerly, in the graph of another bucket, or padded otherwise."""
 
     name: Literal["change_plan"]
     sites: ClassVar[tuple[str, ...]] = ("rank.plan",)
-    run: Literal["eager", "own_bucket"]
-    """``own_bucket``: the smallest one that holds this rank's own rows, instead of every rank's."""
+    run: Literal["eager", "own_bucket", "unpadded"]
+    """``own_bucket``: the smallest one that holds this rank's own rows, instead of every rank's. ``unpadded``: an
+    eager step that pads each rank to the longest is described by this rank's own count, one token where it has
+    none."""
 
     def finds(self, passing: Passing) -> bool:
-        return bool(passing["plan"].bucket)
+        plan, own = passing["plan"], max(1, passing["tokens"])
+        if self.run == "unpadded":
+            return (
+                not plan.bucket
+                and not plan.empty
+                and plan.padding.name == "MAX_LEN"
+                and own < max(plan.tokens)
+            )
+        if self.run == "own_bucket":
+            return bool(plan.bucket) and self._own(passing) != plan.bucket
+        return bool(plan.bucket)
 
     def act(self, passing: Passing, memory: dict[str, Any]) -> None:
-        bucket = 0
-        if self.run == "own_bucket":
-            bucket = next(one for one in passing["buckets"] if one >= max(1, passing["tokens"]))
-        passing.change("plan", dataclasses.replace(passing["plan"], bucket=bucket))
+        plan = passing["plan"]
+        if self.run == "eager":
+            changed = plan.eagerly()
+        elif self.run == "own_bucket":
+            changed = dataclasses.replace(plan, bucket=self._own(passing))
+        else:
+            changed = dataclasses.replace(plan, tokens=(max(1, passing["tokens"]),) * len(plan.tokens))
+        passing.change("plan", changed)
+
+    def _own(self, passing: Passing) -> int:
+        found: int = next(one for one in passing["buckets"] if one >= max(1, passing["tokens"]))
+        return found
+
+
+@register
+class FailGrammar(Fault):
+    """The grammar refuses a token that was sampled: the rank drops the request and makes the step that is under way
+    once more without it, while its peers go on to the next one."""
+
+    name: Literal["fail_grammar"]
+    sites: ClassVar[tuple[str, ...]] = ("rank.token",)
+
+    def finds(self, passing: Passing) -> bool:
+        return bool(passing["grammar"])
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        passing["engine"].run_again(passing["request"], f"its grammar refused token {passing['token']}")
 
 
 @register

@@ -35,6 +35,9 @@ class Site:
     """What leaving it out means; empty: it cannot be left out."""
 
 
+OF_THE_STEP = ("mode", "tokens", "idle", "grammar")
+"""What a pass within a launch also offers: this rank's part of the step that is being launched."""
+
 SITES: Mapping[str, Site] = {
     # The rank, on its host thread.
     "rank.step": Site("a step begins", "host", ("step", "engine"), (), ""),
@@ -76,7 +79,8 @@ SITES: Mapping[str, Site] = {
     # Collectives.
     "comm.enqueue": Site(
         "a collective on device tensors is about to be enqueued",
-        "host", ("group", "operation", "shape", "dtype", "tensor", "stream", "enqueue", "capturing"),
+        "host",
+        ("group", "operation", "shape", "dtype", "tensor", "stream", "enqueue", "capturing", *OF_THE_STEP),
         ("tensor", "stream"), "the collective; ``enqueue()`` makes it later",
     ),
     "comm.host": Site(
@@ -164,11 +168,17 @@ class Active:
     visitors: tuple[Visitor, ...]
     rank: int = 0
     step: int = field(default=0, init=False)
+    _launched: dict[str, Any] = field(default_factory=dict, init=False)
+    """``OF_THE_STEP`` of the newest launch."""
 
     def visit(self, site: str, **values: Any) -> Passing:
         """Raises what a visitor raises: that is what the code at the site then sees."""
         if site == "rank.step":
             self.step = values["step"]
+        elif site == "rank.launch":
+            self._launched = {key: values[key] for key in OF_THE_STEP if key in values}
+        elif site == "comm.enqueue":
+            values |= self._launched
         passing = Passing(site, self.rank, self.step, values)
         for visitor in self.visitors:
             visitor.visit(passing)

@@ -142,6 +142,8 @@ class Engine(Table):
     cache_sync_every: Annotated[int, Field(ge=0)] = 0
     """Prefills of an attention group between two agreements of its ranks on the pages in the prefix cache (group
     ``attention_host``), as in SGLang's hierarchical cache. 0 never agrees."""
+    control_broadcast: bool = False
+    """Each step begins with a message of rank 0 to all (group ``world``), which is how SGLang hands on requests."""
     expert_stats: bool = False
     """The ranks add up in every step how many tokens each expert got (group ``stats``), beside the data path, as
     recorders of the experts' load do."""

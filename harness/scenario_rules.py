@@ -76,6 +76,7 @@ _BUILTIN_ALONE = (
     "check_steps",
     "sync_every",
     "cache_sync_every",
+    "control_broadcast",
     "expert_stats",
     "output_parallel",
     "exit_barrier",

@@ -110,6 +110,10 @@ class Comm:
     def closed(self) -> bool:
         return self._closed
 
+    def counts(self) -> dict[str, int]:
+        """How many collectives this rank has enqueued or entered in each group that it uses."""
+        return {name: group.count for name, group in self._groups.items()}
+
     def capture_begins(self) -> None:
         """Call before a capture: what every group enqueues from now on belongs to the graph."""
         for group in self._groups.values():
@@ -181,6 +185,8 @@ class Group:
         self.ranks = ranks
         self.member = ranks.index(options.rank)
         self.size = len(ranks)
+        self.count = 0
+        """Collectives that this rank has enqueued or entered, those of replayed graphs too."""
         self._options = options
         self._device = device
         self._ledger = ledger
@@ -457,6 +463,7 @@ class Group:
 
     def replayed(self, graph: Graph) -> None:
         count = self._captured.get(graph.name, 0)
+        self.count += count
         if count == 0 or self._ledger is None:
             return
         ledger, handle = self._ledger, self._handle
@@ -468,6 +475,7 @@ class Group:
     # Ledger ------------------------------------------------------------------------------------------------
 
     def _ledger_enqueue(self, operation: str, shape: Sequence[int], dtype: str) -> int:
+        self.count += 1
         if self._ledger is None:
             return 0
         return self._ledger.collective_enqueue(self._handle, operation, shape, dtype)

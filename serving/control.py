@@ -47,6 +47,11 @@ class Control:
             return None
         return self._cache.all_reduce_host([pages], "min")[0]
 
+    def heed(self, step: int) -> None:
+        """Rank 0 tells all others what came in, here the number of its step, as SGLang's scheduler hands on
+        requests: nobody schedules before."""
+        self._comm.group("world").broadcast_host([step], 0)
+
     def meet(self) -> None:
         """Returns when all ranks came here."""
         self._comm.group("world").barrier_host()

@@ -27,37 +27,55 @@ class Decisions:
         self._ledger = ledger
         self._topology = topology
         self._ended_told = 0
+        self._ahead = 0
+        self._newest: dict[str, Any] = {}
 
     def record(
         self,
         step: int,
         batch: Batch,
+        agreed: StepPlan,
         plan: StepPlan,
+        counts: Mapping[str, int],
         ended: Sequence[Request],
         further: Mapping[str, Any],
     ) -> None:
-        """``ended``: all requests that ended so far. ``further``: what else is to be in the record."""
-        finished = [request.id for request in ended[self._ended_told :]]
-        nothing = plan.empty and not batch.retracted and not finished
-        if self._ledger is None or (nothing and step % EMPTY_STEPS_A_DECISION):
+        """Of a step that is about to be launched. ``plan``: what this rank is about to run, equal to ``agreed`` in
+        good health. ``counts``: collectives of this rank so far, by group. ``ended``: all requests that ended so
+        far, those of the step before among them. ``further``: what else is to be in the record."""
+        if self._ledger is None:
             return
-        self._ended_told = len(ended)
-        self._ledger.decision(
-            {
-                "step": step,
-                "mode": MODES[batch.mode].name.lower(),
-                "modes": [mode.name.lower() for mode in plan.modes],
-                "tokens": list(plan.tokens),
-                "padding": plan.padding.name.lower(),
-                "bucket": plan.bucket,
-                "graph": plan.graph,
-                "update": plan.graph,
-                "retracted": list(batch.retracted),
-                "finished": finished,
-                **self._of_peers(batch),
-                **further,
-            }
-        )
+        finished = [request.id for request in ended[self._ended_told :]]
+        # A rank that left an agreement out has something to tell even of a step in which nobody has anything.
+        ahead = step - counts.get("agree", step)
+        nothing = agreed.empty and not batch.retracted and not finished and ahead == self._ahead
+        if nothing and step % EMPTY_STEPS_A_DECISION:
+            return
+        self._ended_told, self._ahead = len(ended), ahead
+        self._newest = {
+            "step": step,
+            "mode": MODES[batch.mode].name.lower(),
+            "modes": [mode.name.lower() for mode in agreed.modes],
+            "tokens": list(agreed.tokens),
+            **_how(agreed),
+            "update": plan.graph,
+            **({} if plan is agreed else {"ran": {"tokens": list(plan.tokens), **_how(plan)}}),
+            "retracted": list(batch.retracted),
+            "finished": finished,
+            "collectives": dict(counts),
+            **self._of_peers(batch),
+            **further,
+        }
+        self._ledger.decision(self._newest)
+
+    def again(self, request_id: str, reason: str) -> None:
+        """The rank makes the step of its newest record once more, without that request."""
+        if self._ledger is None:
+            return
+        passes = self._newest.get("passes", 1) + 1
+        failed = [*self._newest.get("failed", ()), {"request": request_id, "reason": reason}]
+        self._newest = {**self._newest, "passes": passes, "failed": failed}
+        self._ledger.decision(self._newest)
 
     def _of_peers(self, batch: Batch) -> dict[str, Any]:
         """What the ranks of one attention group must decide alike. Nothing where every rank is its own group."""
@@ -69,3 +87,7 @@ class Decisions:
             "requests": [row.request.id for row in batch.rows[:REQUESTS_NAMED]],
             "aborted": list(batch.aborted),
         }
+
+
+def _how(plan: StepPlan) -> dict[str, Any]:
+    return {"padding": plan.padding.name.lower(), "bucket": plan.bucket, "graph": plan.graph}

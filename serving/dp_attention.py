@@ -16,7 +16,7 @@ Not here: the collectives themselves (``comm.py``), the choice of the local batc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -76,6 +76,10 @@ class StepPlan:
     def empty(self) -> bool:
         return not any(self.tokens)
 
+    def eagerly(self) -> StepPlan:
+        """The step as a rank runs it that cannot use the graph, and pads as an eager step is padded."""
+        return replace(self, bucket=0, padding=_fewer_rows(self.tokens, self.attention_size))
+
     @property
     def rows(self) -> int:
         """Rows of the gathered batch."""
@@ -134,13 +138,19 @@ def agree(
     bucket = next((b for b in buckets if b >= max(tokens)), 0) if wanted else 0
     if bucket:
         chosen = Padding.MAX_LEN
-    elif (Mode.PREFILL in modes and len(rows) > 1) or (padding is None and attention_size > 1):
-        chosen = Padding.SUM_LEN  # an attention group of several ranks has all-reduces in any case
-    elif padding is None:  # fewer rows to move; an all-reduce moves each twice
-        chosen = Padding.MAX_LEN if 2 * sum(tokens) > max(tokens) * len(rows) else Padding.SUM_LEN
+    elif Mode.PREFILL in modes and len(rows) > 1:
+        chosen = Padding.SUM_LEN
+    elif padding is None:
+        chosen = _fewer_rows(tokens, attention_size)
     else:
         chosen = padding
     return StepPlan(local.step, modes, tokens, chosen, bucket, any(works), attention_size)
+
+
+def _fewer_rows(tokens: Sequence[int], attention_size: int) -> Padding:
+    """An all-reduce moves each row twice; an attention group of several ranks has all-reduces in any case."""
+    longest = attention_size == 1 and 2 * sum(tokens) > max(tokens) * len(tokens)
+    return Padding.MAX_LEN if longest else Padding.SUM_LEN
 
 
 def valid_rows(counts_W: torch.Tensor, plan: StepPlan) -> torch.Tensor:

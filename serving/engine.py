@@ -54,6 +54,8 @@ class EngineConfig:
     """Steps of a rank between two questions whether any rank has work left; 0 asks in every agreement."""
     cache_sync_every: int = 0
     """Prefills of an attention group between two agreements on the pages in the prefix cache; 0 never agrees."""
+    control_broadcast: bool = False
+    """Each step begins with a message of rank 0 to all."""
     expert_stats: bool = False
     """The ranks add up, step by step, how many tokens each expert got."""
     output_parallel: bool = False
@@ -123,6 +125,7 @@ class Engine:
         self._replay_done: Event | None = None
         self._pending: Pending | None = None
         self._step_began_ns = 0
+        self._again = False
         if config.graph:
             self._phase("capture")
             for bucket in config.graph_buckets:
@@ -133,20 +136,37 @@ class Engine:
     def step(self) -> bool:
         """Runs one step together with all other ranks. False when no rank has work left."""
         self._begin_step()
+        left = self._pass()
+        while self._again:
+            self._again = False
+            left = self._pass()
+        return left
+
+    def run_again(self, request_id: str, reason: str) -> None:
+        """Gives up a request that runs and makes this step once more without it, alone: what a rank does that
+        recovers by itself from a result that it cannot use. Its peers are on their way to the next step by then."""
+        self._again = self.scheduler.abort(request_id, reason)
+        if self._again:
+            self._decisions.again(request_id, reason)
+
+    def _pass(self) -> bool:
+        """What a step does once it has begun."""
         batch = self.scheduler.schedule()
         for request_id in batch.retracted:
             self._rows.release(request_id)
         self._end_requests(batch.aborted)
         written_back = self._sync_cache(batch)
         work = bool(self._arrivals) or self.scheduler.has_work()
-        plan = self._agree(batch, work)
+        agreed = self._agree(batch, work)
+        plan = self._planned(batch, agreed)
+        self._record(batch, agreed, plan, written_back)
         launched = None if plan.empty else self._launch(batch, plan)
         if self.config.overlap:
             self._finish(self._pending)
             self._pending = self._sample(launched, batch)
         else:
             self._finish(self._sample(launched, batch))
-        self._end_step(batch, plan, written_back)
+        self._end_step(plan)
         if self._control.syncs_in(self.steps):
             self._phase("sync")
         return self._control.work_left(self.steps, work, plan.work)
@@ -171,6 +191,9 @@ class Engine:
     def _begin_step(self) -> None:
         self.steps += 1
         self._step_began_ns = time.perf_counter_ns()
+        if self.config.control_broadcast:
+            self._phase("receive")
+            self._control.heed(self.steps)
         self._phase("schedule")
         if faults.ACTIVE is not None:
             faults.ACTIVE.visit("rank.step", step=self.steps, engine=self)
@@ -199,7 +222,7 @@ class Engine:
         if faults.ACTIVE is not None:
             passing = faults.ACTIVE.visit("rank.batch", **self._told(batch), batch=batch)
             alone = passing.skipped
-        plan = agree(
+        return agree(
             group,
             local,
             buckets=self.config.graph_buckets,
@@ -208,12 +231,23 @@ class Engine:
             alone=alone,
             attention_size=self._comm.topology.attention_size,
         )
-        if faults.ACTIVE is not None:
-            passing = faults.ACTIVE.visit(
-                "rank.plan", **self._told(batch, plan), plan=plan, buckets=self.config.graph_buckets
-            )
-            plan = passing["plan"]
+
+    def _planned(self, batch: Batch, agreed: StepPlan) -> StepPlan:
+        """What this rank makes of what the ranks agreed on: the same, unless a fault has it otherwise."""
+        if faults.ACTIVE is None:
+            return agreed
+        passing = faults.ACTIVE.visit(
+            "rank.plan", **self._told(batch, agreed), plan=agreed, buckets=self.config.graph_buckets
+        )
+        plan: StepPlan = passing["plan"]
         return plan
+
+    def _record(self, batch: Batch, agreed: StepPlan, plan: StepPlan, written_back: int | None) -> None:
+        """Before the launch: a step that hangs has its record."""
+        further: dict[str, Any] = {"waiting": len(self.scheduler.waiting), "tokens_out": self.tokens_out}
+        if written_back is not None:
+            further["written_back"] = written_back
+        self._decisions.record(self.steps, batch, agreed, plan, self._comm.counts(), self.ended, further)
 
     def _told(self, batch: Batch, plan: StepPlan | None = None) -> dict[str, Any]:
         """What a fault may look at: this rank's part of a step. ``idle``: it has no token while others have."""
@@ -342,15 +376,11 @@ class Engine:
         )
         return int(passing["token"])
 
-    def _end_step(self, batch: Batch, plan: StepPlan, written_back: int | None) -> None:
+    def _end_step(self, plan: StepPlan) -> None:
         kind = "step" if Mode.PREFILL not in plan.modes else "prefill_step"
         if not plan.empty:
             self.step_us[kind].append((time.perf_counter_ns() - self._step_began_ns) / 1e3)
             self.decode_steps += kind == "step"
-        further: dict[str, int] = {"waiting": len(self.scheduler.waiting), "tokens_out": self.tokens_out}
-        if written_back is not None:
-            further["written_back"] = written_back
-        self._decisions.record(self.steps, batch, plan, self.ended, further)
 
     # Buffers, graphs ---------------------------------------------------------------------------------------
 

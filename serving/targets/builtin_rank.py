@@ -187,6 +187,7 @@ def make_engine(
         sync_every=engine["sync_every"],
         cache_sync_every=engine["cache_sync_every"],
         output_parallel=engine["output_parallel"],
+        control_broadcast=engine["control_broadcast"],
         expert_stats=engine["expert_stats"],
         exit_barrier=engine["exit_barrier"],
         wait_s=spec.timeout_s,
