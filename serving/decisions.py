@@ -52,6 +52,7 @@ class Decisions:
         if nothing and step % EMPTY_STEPS_A_DECISION:
             return
         self._ended_told, self._ahead = len(ended), ahead
+        before = self._newest if self._newest.get("step") == step else {}
         self._newest = {
             "step": step,
             "mode": MODES[batch.mode].name.lower(),
@@ -65,6 +66,7 @@ class Decisions:
             "collectives": dict(counts),
             **self._of_peers(batch),
             **further,
+            **{name: before[name] for name in ("passes", "failed") if name in before},
         }
         self._ledger.decision(self._newest)
 
