@@ -1,6 +1,6 @@
 """A notice board in shared memory: the ranks of one group post small records and read each other's.
 
-It serves two neighbours. ``comm.py`` uses it where gloo runs on the simulated device: NCCL and HCCL wait for
+It serves two neighbours. ``collectives.py`` uses it where gloo runs on the simulated device: NCCL and HCCL wait for
 ever when the ranks of a group bring different collectives, gloo kills the process (PLATFORMS.md), so the ranks
 agree on the board before any data moves. ``symmetric.py`` uses it as the signals of a symmetric heap.
 
@@ -35,6 +35,15 @@ class BoardTimeout(TimeoutError):
     def __init__(self, message: str, missing: tuple[int, ...]) -> None:
         super().__init__(message)
         self.missing = missing
+
+
+def fitted(header: str) -> bytes:
+    """A header as a board record. A long one is cut, with a checksum of the whole at its end."""
+    raw = header.encode()
+    if len(raw) > PAYLOAD_BYTES:
+        check = b"#%08x" % zlib.crc32(raw)
+        raw = raw[: PAYLOAD_BYTES - len(check)] + check
+    return raw.ljust(PAYLOAD_BYTES, b"\0")
 
 
 class Board:

@@ -3,7 +3,7 @@
 Each is off unless the scenario asks for it. When a rank joins in depends on its own counters alone, as in the
 engines: a rank whose counters drifted meets its peers at the wrong time, or never.
 
-Not here: the agreement itself (``dp_attention.py``), the collectives (``comm.py``).
+Not here: the agreement itself (``dp_attention.py``), the collectives (``collectives.py``).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ asked for, an eager step takes the padding that moves fewer rows, by SGLang's ru
 An attention group is mostly one rank. Where it has more, they hold the same tokens: its first rank speaks for it in
 the agreement and alone brings its rows to the experts, and both paddings use all-reduces.
 
-Not here: the collectives themselves (``comm.py``), the choice of the local batch (``scheduler.py``).
+Not here: the collectives themselves (``collectives.py``), the choice of the local batch (``scheduler.py``).
 """
 
 from __future__ import annotations

@@ -26,43 +26,14 @@ from serving.control import Control
 from serving.decisions import MODES, Decisions
 from serving.deepseek_v2 import DeepseekV2
 from serving.dp_attention import LocalState, Mode, Padding, StepPlan, agree
+from serving.engine_config import EngineConfig
 from serving.forward import DeviceState, Features, Forward, Workspace
 from serving.journal import Journal
 from serving.requests import Batch, BatchMode, Request
 from serving.rows import Rows
 from serving.sampling import Grammars, sample
-from serving.scheduler import Scheduler, SchedulerConfig
-from serving.transfer import Fetched, PinnedPolicy, Transfers
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """How one engine runs. ``wait_s`` is the deadline of each wait of the host, in seconds."""
-
-    scheduler: SchedulerConfig
-    max_context: int
-    """Longest request, prompt and output, in tokens."""
-    graph_buckets: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """Rows that decode graphs are captured for, ascending."""
-    padding: Padding | None = None
-    overlap: bool = True
-    graph: bool = True
-    pinned: PinnedPolicy = "pageable"
-    check_steps: bool = True
-    """The agreement makes sure that all ranks are at the same step."""
-    sync_every: int = 0
-    """Steps of a rank between two questions whether any rank has work left; 0 asks in every agreement."""
-    cache_sync_every: int = 0
-    """Prefills of an attention group between two agreements on the pages in the prefix cache; 0 never agrees."""
-    control_broadcast: bool = False
-    """Each step begins with a message of rank 0 to all."""
-    expert_stats: bool = False
-    """The ranks add up, step by step, how many tokens each expert got."""
-    output_parallel: bool = False
-    """The output projection is spread over all ranks, each of which is its own attention group."""
-    exit_barrier: bool = False
-    """All ranks meet once more when they are through."""
-    wait_s: float = 300.0
+from serving.scheduler import Scheduler
+from serving.transfer import Fetched, Transfers
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 
 Span = Literal["all", "attention"]
@@ -119,3 +120,15 @@ class ProcessGroups:
     def get(self, name: str) -> dist.ProcessGroup | None:
         """None: this rank is alone in it."""
         return self._groups.get(name)
+
+
+def all_gather(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """torch 2.13 renamed the operation and warns at the old name; torch 2.7 has the old name only."""
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    call(out, part, group=group)
+
+
+def reduce_scatter(out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """As ``all_gather``."""
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    call(out, whole, group=group)

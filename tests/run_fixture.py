@@ -203,7 +203,7 @@ def write_evidence(trial: TrialStore, thread: str = "compute") -> None:
 def merged(thread: str = "compute") -> dict[str, Any]:
     both = [f"rank 0 {thread}", f"rank 1 {thread}"]
     leaf = [
-        {"frame": "all_reduce (serving/comm.py)", "members": both[:1], "children": []},
+        {"frame": "all_reduce (serving/collectives.py)", "members": both[:1], "children": []},
         {"frame": "wait_external (harness/devices/sim.py)", "members": both[1:], "children": []},
     ]
     replay = {"frame": "replay (harness/devices/sim.py)", "members": both, "children": leaf}

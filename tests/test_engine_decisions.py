@@ -1,4 +1,4 @@
-"""What a rank writes down of a step before it launches it, and what faults of the engine's decisions leave there."""
+"""What a rank writes down of a step before it launches it, and what faults of its decisions leave there."""
 
 from __future__ import annotations
 

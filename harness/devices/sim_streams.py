@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SITES: dict[str, str | None] = {}
-_PLUMBING = ("serving/comm.py", "serving/transfer.py")
+_PLUMBING = ("serving/collectives.py", "serving/transfer.py")
 """Layers of the engine that carry out a caller's wish: the caller is the site worth naming."""
 _CARRIERS = ("harness/devices/", "harness/fault", "harness/jitter.py")
 """What lies between the engine's line and the stream. On hardware nothing of it does."""

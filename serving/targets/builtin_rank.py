@@ -28,7 +28,8 @@ from harness.target import RankResult, TrialSpec
 from serving.comm import Comm, CommOptions
 from serving.deepseek_v2 import DeepseekV2
 from serving.dp_attention import Padding
-from serving.engine import Engine, EngineConfig
+from serving.engine import Engine
+from serving.engine_config import EngineConfig
 from serving.groups import ProcessGroups, Topology
 from serving.journal import Journal
 from serving.model_config import load_config, preset
