@@ -84,17 +84,28 @@ def compare_tokens(
 
     After a first difference in a request all later tokens follow from it, so a request counts once.
     """
-    differ = compared = 0
-    first: str | None = None
+    places = differing(tokens, reference, whole=whole)
+    compared = sum(_length(tokens.get(one, ()), wanted, whole) for one, wanted in reference.items())
+    first = next((f"request {request}, token {place}" for request, place in places.items()), None)
+    return TokenComparison(len(places), compared, first)
+
+
+def differing(
+    tokens: Mapping[str, Sequence[int]], reference: Mapping[str, Sequence[int]], *, whole: bool
+) -> dict[str, int]:
+    """The requests that differ, each with the position in its output of the first difference."""
+    found = {}
     for request, wanted in reference.items():
         got = tokens.get(request, ())
-        length = max(len(got), len(wanted)) if whole else min(len(got), len(wanted))
-        compared += length
+        length = _length(got, wanted, whole)
         place = next((i for i in range(length) if list(got[i : i + 1]) != list(wanted[i : i + 1])), None)
         if place is not None:
-            differ += 1
-            first = first or f"request {request}, token {place}"
-    return TokenComparison(differ, compared, first)
+            found[request] = place
+    return found
+
+
+def _length(got: Sequence[int], wanted: Sequence[int], whole: bool) -> int:
+    return max(len(got), len(wanted)) if whole else min(len(got), len(wanted))
 
 
 def check(facts: Facts) -> tuple[Check, ...]:

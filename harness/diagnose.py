@@ -36,6 +36,7 @@ from harness.diagnosis_collectives import (
     wait_facts,
     waits_of_the_living,
 )
+from harness.diagnosis_corruption import after_wrong_copies, copy_facts
 from harness.diagnosis_model import (
     Cause,
     Collective,
@@ -90,7 +91,11 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         or _raised_alone(case)
         or _undecided(case)
     )
-    extra = tuple(fact for view in case.everyone for fact in view.stack_facts())
+    recorded = {rank: tuple(case.decisions(rank).values()) for rank in case.views}
+    if any(view.exception is not None for view in case.views.values()):
+        cause = after_wrong_copies(cause, recorded)
+    copies = tuple(fact for fact in copy_facts(recorded) if fact not in cause.facts)
+    extra = (*copies, *(fact for view in case.everyone for fact in view.stack_facts()))
     return Diagnosis(
         kind=cause.kind,
         mechanism=cause.mechanism,

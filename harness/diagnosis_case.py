@@ -247,13 +247,14 @@ class Case:
         return len(recorded) < 2 and self.others_known(ranks)
 
     def decisions(self, rank: int) -> dict[int, Mapping[str, Any]]:
-        """Decision records by step: the file's where there is one, and the ring's."""
+        """Decision records by step: the file's where there is one, and the ring's. What came later of a step adds
+        to it."""
         found: dict[int, Mapping[str, Any]] = {}
         snapshot = self.views[rank].snapshot
         for record in (*self.evidence.decisions.get(rank, ()), *(snapshot.decisions if snapshot else ())):
             step = record.get("step")
             if isinstance(step, int):
-                found[step] = record
+                found[step] = {**found.get(step, {}), **record}
         return found
 
     def decisions_path(self, rank: int) -> str:

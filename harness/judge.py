@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.checkers import Facts, check, compare_tokens, verdict
+from harness.checkers import Facts, check, compare_tokens, differing, verdict
 from harness.diagnose import Diagnosis, Evidence, EvidenceSample, Missing, RankEvidence, Times, diagnose
-from harness.diagnosis_model import Fact, nothing_stopped
+from harness.diagnosis_model import nothing_stopped
 from harness.ledger_snapshot import Snapshot
 from harness.seats import Seat
 from harness.stacks import ProcessStacks
 from harness.stacks_tree import merge, tree_to_json
 from harness.store import StoredSample, StoredTrial, StoreError, TrialStore, read_trial, write_json
+from harness.wrong_tokens import explained
 
 HISTORY = "history.json"
 _EXPECTED = ("kind", "mechanism", "culprits", "stream", "group")
@@ -80,8 +81,8 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
     captured = diagnosis is not None
     if outcome == "healthy" and compared.differ:
         outcome = "corrupt"
-        differs = Fact(f"{compared.differ} requests differ, first {compared.first}", "tokens.json")
-        diagnosis = nothing_stopped((differs,), (), simulation=context.simulation)
+        places = differing(tokens, wanted or {}, whole=facts.finished)
+        diagnosis = explained(stored, history, places, simulation=context.simulation)
     elif diagnosis is None and outcome != "healthy":
         lack = Missing("a capture", why)
         diagnosis = nothing_stopped((), (lack,), simulation=context.simulation)

@@ -152,6 +152,12 @@ class Engine(Table):
     parallel output projection: an idle rank takes part too. Every rank must be its own attention group."""
     exit_barrier: bool = False
     """All ranks meet at the end of a trial, after the drain (group ``world``)."""
+    check_copies: bool = False
+    """Of the built-in engine: each copy between host and device is held against what it was to bring. A difference
+    goes into the decision file and names the rank of a corruption."""
+    sample_ahead: bool = False
+    """Of the built-in engine: a step without a grammar is sampled before the result of the step before is awaited,
+    as SGLang's overlap loop does, into one device buffer that all steps share."""
     attention_backend: str | None = None
     """Of sglang and vllm; the engine chooses where nothing is said."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

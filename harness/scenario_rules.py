@@ -80,6 +80,8 @@ _BUILTIN_ALONE = (
     "expert_stats",
     "output_parallel",
     "exit_barrier",
+    "check_copies",
+    "sample_ahead",
 )
 """Keys of [engine] that another engine has no counterpart for, or sets by flags of its own."""
 

@@ -79,6 +79,11 @@ class Decisions:
         self._newest = {**self._newest, "passes": passes, "failed": failed}
         self._ledger.decision(self._newest)
 
+    def add(self, step: int, further: Mapping[str, Any]) -> None:
+        """What was found after the record of ``step``; nothing where it is empty."""
+        if self._ledger is not None and further:
+            self._ledger.decision({"step": step, **further})
+
     def _of_peers(self, batch: Batch) -> dict[str, Any]:
         """What the ranks of one attention group must decide alike. Nothing where every rank is its own group."""
         if self._topology.attention_size == 1:

@@ -23,6 +23,7 @@ from harness.devices.base import Device, Event, Graph, HostArgs
 from harness.ledger import LedgerWriter
 from serving.comm import Comm
 from serving.control import Control
+from serving.copy_witness import CopyWitness
 from serving.decisions import MODES, Decisions
 from serving.deepseek_v2 import DeepseekV2
 from serving.dp_attention import LocalState, Mode, Padding, StepPlan, agree
@@ -70,7 +71,8 @@ class Engine:
     ) -> None:
         self.config = config
         self.scheduler = Scheduler(config.scheduler)
-        self.transfers = Transfers(device, config.pinned, wait_s=config.wait_s)
+        self._witness = CopyWitness(device) if config.check_copies else None
+        self.transfers = Transfers(device, config.pinned, wait_s=config.wait_s, witness=self._witness)
         self.step_us: dict[str, list[float]] = defaultdict(list)
         self.steps = 0
         self.decode_steps = 0
@@ -94,6 +96,9 @@ class Engine:
         self._control = Control(comm, sync_every=config.sync_every, cache_sync_every=config.cache_sync_every)
         self._graphs: dict[int, tuple[Graph, Workspace]] = {}
         self._replay_done: Event | None = None
+        most = max(self._rows.count, *config.graph_buckets)
+        self._results = device.empty((most,), torch.int64) if config.sample_ahead else None
+        self._result_read: Event | None = None
         self._pending: Pending | None = None
         self._step_began_ns = 0
         self._again = False
@@ -132,7 +137,10 @@ class Engine:
         plan = self._planned(batch, agreed)
         self._record(batch, agreed, plan, written_back)
         launched = None if plan.empty else self._launch(batch, plan)
-        if self.config.overlap:
+        if self.config.overlap and self._may_sample_ahead(launched):
+            before, self._pending = self._pending, self._sample(launched, batch)
+            self._finish(before)
+        elif self.config.overlap:
             self._finish(self._pending)
             self._pending = self._sample(launched, batch)
         else:
@@ -153,6 +161,8 @@ class Engine:
         self._phase("drain")
         for stream in (self._device.compute, self._device.copy, self._device.comm, self._device.update):
             stream.synchronize(self.config.wait_s)
+        if self._witness is not None:
+            self._decisions.add(self.steps, _wrong(self._witness))
         self.scheduler.check_integrity()
         if self.config.exit_barrier:
             self._phase("teardown")
@@ -165,6 +175,8 @@ class Engine:
         if self.config.control_broadcast:
             self._phase("receive")
             self._control.heed(self.steps)
+        if self._witness is not None:
+            self._witness.step = self.steps
         self._phase("schedule")
         if faults.ACTIVE is not None:
             faults.ACTIVE.visit("rank.step", step=self.steps, engine=self)
@@ -287,7 +299,7 @@ class Engine:
         if any(self._grammars.constrained(request_id) for request_id in sampled):
             mask_SW = self._device.empty((len(ws.sample_S), self._grammars.words()), torch.int32)
             self.transfers.to_device(mask_SW, lambda host: self._grammars.fill(host, sampled), "bitmask_copy")
-        tokens_S = self._device.empty((len(ws.sample_S),), torch.int64)
+        tokens_S = self._result(len(ws.sample_S))
         last_token_R = self._state.last_token_R
 
         def run() -> None:
@@ -298,7 +310,23 @@ class Engine:
         self._device.compute.run(run, "sample")
         self._device.compute.record(ready)
         fetched = self.transfers.to_host(tokens_S, ready, "next_token_copy")
+        self._result_read = fetched.done
         return Pending(self.steps, batch, sampled, fetched)
+
+    def _may_sample_ahead(self, launched: Launched | None) -> bool:
+        """A grammar's mask needs the token before; without one nothing has to be waited for."""
+        if not self.config.sample_ahead or launched is None:
+            return False
+        return not any(self._grammars.constrained(request_id) for request_id in launched.sampled)
+
+    def _result(self, rows: int) -> torch.Tensor:
+        """Where a step's tokens go. The shared buffer may be written once the copy of the step before has read
+        it."""
+        if self._results is None:
+            return self._device.empty((rows,), torch.int64)
+        if self._result_read is not None:
+            self._device.compute.wait(self._result_read)
+        return self._results[:rows]
 
     def _finish(self, pending: Pending | None) -> None:
         """Waits for the tokens of a step and hands them to its requests."""
@@ -310,7 +338,7 @@ class Engine:
             self._phase("wait-result")
             if not self._unawaited(pending):
                 pending.fetched.done.synchronize(self.config.wait_s)
-            values = pending.fetched.tensor.tolist()
+            values = self.transfers.values(pending.fetched)
             self.transfers.release(pending.fetched)
             rows = zip(pending.sampled, values, strict=False)  # graph rows are padded
             # A request that ended after this step was launched drops the step's token.
@@ -352,6 +380,8 @@ class Engine:
         if not plan.empty:
             self.step_us[kind].append((time.perf_counter_ns() - self._step_began_ns) / 1e3)
             self.decode_steps += kind == "step"
+        if self._witness is not None:
+            self._decisions.add(self.steps, _wrong(self._witness))
 
     # Buffers, graphs ---------------------------------------------------------------------------------------
 
@@ -399,3 +429,9 @@ class Engine:
     def latency_us(self) -> Mapping[str, list[float]]:
         """Microseconds: host time of each copy per path, and whole steps."""
         return {path: entry.host_us for path, entry in self.transfers.paths.items()} | dict(self.step_us)
+
+
+def _wrong(witness: CopyWitness) -> dict[str, Any]:
+    """An entry for the decisions: the copies that were found to have brought something else, if there are any."""
+    wrong = [one.to_json() for one in witness.settle()]
+    return {"copies": wrong} if wrong else {}

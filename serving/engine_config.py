@@ -39,4 +39,9 @@ class EngineConfig:
     """The output projection is spread over all ranks, each of which is its own attention group."""
     exit_barrier: bool = False
     """All ranks meet once more when they are through."""
+    check_copies: bool = False
+    """Each copy of a hot path is held against what it was to bring; differences go into the decisions."""
+    sample_ahead: bool = False
+    """A step without a grammar is sampled before the host waits for the result of the step before, into one buffer
+    that all steps share."""
     wait_s: float = 300.0

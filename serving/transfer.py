@@ -6,7 +6,8 @@
 ``pinned_snapshot``  pinned, the source copied into a private block first: is it the reuse of the source?
 
 Every copy has a path name, and the time the host spent in it is kept per path: that is what pinning saves.
-Not here: what the values mean (``engine.py``, ``sampling.py``) and how a copy is carried out (the device).
+Not here: what the values mean (``engine.py``, ``sampling.py``), how a copy is carried out (the device), and whether
+it brought what it was to bring (``copy_witness.py``).
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
 from harness.devices.base import Device, Event, HostBuffer
+from serving.copy_witness import CopyWitness, Look
 
 PinnedPolicy: TypeAlias = Literal["pageable", "pinned", "pinned_sync", "pinned_snapshot"]
 POLICIES: tuple[PinnedPolicy, ...] = get_args(PinnedPolicy)
@@ -39,6 +41,7 @@ class Fetched:
 
     buffer: HostBuffer
     done: Event
+    look: Look | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -48,11 +51,14 @@ class Fetched:
 class Transfers:
     """The copies of one rank. ``wait_s`` is the deadline of the host's own waits."""
 
-    def __init__(self, device: Device, policy: PinnedPolicy, *, wait_s: float) -> None:
+    def __init__(
+        self, device: Device, policy: PinnedPolicy, *, wait_s: float, witness: CopyWitness | None = None
+    ) -> None:
         self._device = device
         self._policy = policy
         self._pinned = policy != "pageable"
         self._wait_s = wait_s
+        self._witness = witness
         self.paths: dict[str, HotPath] = defaultdict(HotPath)
 
     def to_device(self, dst: torch.Tensor, fill: Callable[[torch.Tensor], object], path: str) -> None:
@@ -70,7 +76,10 @@ class Transfers:
             private.tensor.copy_(source.tensor)
             self._device.host_free(source)
             source = private
+        wanted = None if self._witness is None else source.tensor.clone()
         self._device.copy_h2d(dst, source, self._device.compute, path)
+        if self._witness is not None and wanted is not None:
+            self._witness.brought(wanted, dst, path)
         if self._policy == "pinned_sync":
             self._device.compute.synchronize(self._wait_s)
         self._device.host_free(source)
@@ -80,14 +89,22 @@ class Transfers:
         """Copies ``src`` on ``copy``, after ``ready``. The caller waits for ``done`` and then releases it."""
         began = time.perf_counter_ns()
         buffer = self._device.host_empty(src.shape, src.dtype, pinned=self._pinned)
-        done = self._device.event()
+        done = self._device.event(f"{path}.done")
+        look = None if self._witness is None else self._witness.fetching(src, path)
         self._device.copy.wait(ready)
         self._device.copy_d2h(buffer, src, self._device.copy, path)
         self._device.copy.record(done)
         if self._policy == "pinned_sync":
             self._device.copy.synchronize(self._wait_s)
         self._account(path, began, src)
-        return Fetched(buffer, done)
+        return Fetched(buffer, done, look)
+
+    def values(self, fetched: Fetched) -> list[Any]:
+        """What the host finds in the copy now."""
+        if self._witness is not None and fetched.look is not None:
+            self._witness.read(fetched.look, fetched.tensor)
+        found: list[Any] = fetched.tensor.tolist()
+        return found
 
     def release(self, fetched: Fetched) -> None:
         self._device.host_free(fetched.buffer)

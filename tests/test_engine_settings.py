@@ -150,3 +150,23 @@ def test_retraction_with_a_spread_output_projection(
     engine = {"output_parallel": True, "kv_tokens": 120, "retract_every": 3}
     trial = served(ranks, trials, reference, 2, engine)
     assert trial.count("retractions") >= 3
+
+
+@pytest.mark.parametrize("pinned", ["pageable", "pinned"])
+def test_copies_may_be_watched_and_bring_what_they_should(
+    ranks: LocalRanks, trials: Trials, reference: Trial, pinned: str
+) -> None:
+    trial = served(ranks, trials, reference, 2, {"check_copies": True}, pinned=pinned)
+    assert not any("copies" in step for rank in range(2) for step in decisions(trial, rank))
+    labels = {record.label for record in snapshot(trial, 0).streams["compute"].recent}
+    assert {"copy_witness next_token_copy", "copy_witness metadata_copy"} <= labels
+
+
+@pytest.mark.parametrize("graph", ["on", "off"])
+def test_steps_may_be_sampled_ahead_into_one_buffer_behind_a_fence(
+    ranks: LocalRanks, trials: Trials, reference: Trial, graph: str
+) -> None:
+    trial = served(ranks, trials, reference, 2, {"sample_ahead": True}, graph=graph)
+    compute = [record.label for record in snapshot(trial, 0).streams["compute"].recent]
+    samples = [number for number, label in enumerate(compute) if label == "sample" and number]
+    assert samples and all(compute[number - 1] == "event.wait next_token_copy.done" for number in samples)

@@ -102,6 +102,35 @@ def test_wrong_tokens_and_nothing_else_are_corruption(trial: TrialStore) -> None
     assert not (trial.evidence / "merged.json").exists()
 
 
+def test_the_witness_of_a_rank_tells_whose_copies_spoiled_the_tokens(trial: TrialStore) -> None:
+    finished(trial)
+    trial.write_tokens({**TOKENS, "r1": [5]})
+    (trial.path / "tokens").mkdir()
+    for rank, (request, tokens) in enumerate(TOKENS.items()):
+        lines = [
+            json.dumps({"step": 3 + at, "tokens": {request: one}}) + "\n" for at, one in enumerate(tokens)
+        ]
+        (trial.path / "tokens" / f"rank{rank}.jsonl").write_text("".join(lines))
+    wrong = {"path": "metadata_copy", "step": 3, "stream": "compute", "elements": 2, "of": 9}
+    path = trial.decisions_path(1)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"step": 4, "copies": [wrong]}) + "\n")
+    expected = {"kind": "none", "mechanism": "stream-order", "culprits": [1], "stream": "compute"}
+    found = run_judge(trial, **expected, tokens="differ")
+    assert found["verdict"] == "pass" and reason(found, "diagnosis").endswith("as expected")
+    written = diagnosis(trial)
+    assert (written["mechanism"], written["stream"], written["confidence"]) == (
+        "stream-order",
+        "compute",
+        "proven",
+    )
+    assert [(one["rank"], one["pid"]) for one in written["culprits"]] == [(1, 4001)]
+    assert written["signature"] == "none/stream-order/compute/metadata_copy/-/-"
+    assert "request r1 of rank 1 differs from token 0 on, put out in step 3" in {
+        f["fact"] for f in written["proof"]
+    }
+
+
 def test_a_trial_that_turns_out_healthy_loses_its_diagnosis(trial: TrialStore) -> None:
     finished(trial)
     trial.write_tokens({**TOKENS, "r1": [5]})

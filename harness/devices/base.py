@@ -121,7 +121,8 @@ class Device(Protocol):
     @property
     def capturing(self) -> bool: ...
 
-    def event(self) -> Event: ...
+    def event(self, name: str = "") -> Event:
+        """``name``: for people and faults, of an event that something particular depends on."""
 
     def external_event(self, name: str) -> ExternalEvent: ...
 

@@ -157,8 +157,8 @@ class SimDevice:
     def capturing(self) -> bool:
         return self._recorder is not None
 
-    def event(self) -> SimEvent:
-        return SimEvent(self._life)
+    def event(self, name: str = "") -> SimEvent:
+        return SimEvent(self._life, name)
 
     def external_event(self, name: str) -> Flag:
         """Its number in the order of creation is its index in the ledger. ValueError when that is full."""

@@ -178,10 +178,11 @@ class Point:
 class SimEvent:
     """The newest point that was recorded in it, as in PyTorch: recording again moves it."""
 
-    __slots__ = ("_life", "point")
+    __slots__ = ("_life", "name", "point")
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: Life, name: str = "") -> None:
         self._life = life
+        self.name = name
         self.point: Point | None = None
 
     def query(self) -> bool:
@@ -288,15 +289,17 @@ class SimStream(Worker):
     def record(self, event: Event) -> None:
         self.refuse_in_capture("an event record")
         self._life.check()
-        point = Point()
-        self.post(lambda: self._record(point), 0, "event.record")
-        _ours(event).point = point
+        point, ours = Point(), _ours(event)
+        self.post(lambda: self._record(point, ours.name), 0, "event.record")
+        ours.point = point
 
     def wait(self, event: Event) -> None:
         self.refuse_in_capture("an event wait")
-        point = _ours(event).point
+        ours = _ours(event)
+        point = ours.point
         if point is not None:
-            self.enqueue(lambda: self._wait(point), "event.wait")
+            label = f"event.wait {ours.name}" if ours.name else "event.wait"
+            self.enqueue(lambda: self._wait(point, ours.name), label)
 
     def synchronize(self, timeout_s: float) -> None:
         self.refuse_in_capture("a synchronisation")
@@ -330,10 +333,10 @@ class SimStream(Worker):
         if self._ledger is not None:
             self._ledger.complete(self._name, sequence)
 
-    def _record(self, point: Point) -> None:
+    def _record(self, point: Point, name: str) -> None:
         reach = partial(self._reach, point)
         if faults.ACTIVE is not None:
-            passing = faults.ACTIVE.visit("event.record", stream=self._name, event="", record=reach)
+            passing = faults.ACTIVE.visit("event.record", stream=self._name, event=name, record=reach)
             if passing.skipped:
                 return
         reach()
@@ -343,9 +346,9 @@ class SimStream(Worker):
             point.transfers = tuple(one for one in self._transfers if not one.done)
         point.finish()
 
-    def _wait(self, point: Point) -> None:
+    def _wait(self, point: Point, name: str) -> None:
         if faults.ACTIVE is not None:
-            passing = faults.ACTIVE.visit("event.wait", stream=self._name, event="")
+            passing = faults.ACTIVE.visit("event.wait", stream=self._name, event=name)
             if passing.skipped:
                 return
         self._life.block(point.signal, None)

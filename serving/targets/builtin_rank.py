@@ -191,6 +191,8 @@ def make_engine(
         control_broadcast=engine["control_broadcast"],
         expert_stats=engine["expert_stats"],
         exit_barrier=engine["exit_barrier"],
+        check_copies=engine["check_copies"],
+        sample_ahead=engine["sample_ahead"],
         wait_s=spec.timeout_s,
     )
     return Engine(config, model, device, comm, ledger, arrivals, journal)
