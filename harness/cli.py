@@ -464,6 +464,24 @@ def watch_command(
     leave(document, text, status, as_json)
 
 
+@app.command("diagnose", epilog="Example: hangrig diagnose dumps/ --json")
+@guarded
+def diagnose_command(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Stacks, recorders, ledgers: what there is.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """A diagnosis of dumps brought from elsewhere. 0 healthy, 1 not healthy, 3 cannot tell."""
+    from harness.offline.command import DumpsError, run_diagnose
+
+    try:
+        document, text, status = run_diagnose(directory, say)
+    except DumpsError as error:
+        fail_usage(str(error))
+    leave(document, text, status, as_json)
+
+
 @app.command("compare", epilog="Example: hangrig compare runs/latest --by pinned")
 @guarded
 def compare_command(

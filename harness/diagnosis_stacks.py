@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 from harness.diagnosis_model import Cause, Collective, Confidence, Fact
 from harness.seats import Seat, seat_words, seats_words
-from harness.stack_places import HELD, WAITING, Doing, doing
+from harness.stack_places import HELD, WAITING, Doing, deciding_thread, doing
 from harness.stacks import ProcessStacks
 
 Condition: TypeAlias = Literal["alive", "stopped", "dead", "unknown"]
@@ -35,7 +35,8 @@ class SeatStacks:
     """One process over two samples. ``before`` and ``after`` are plain stacks, ``native`` those of the second.
     ``kernel``: the system call of its host thread in the second. ``busy_share``: of one core, by the host thread;
     ``turns_per_s``: how often it blocked and woke; both between the samples. ``died_s``: when it was seen to end,
-    since the watch began. None anywhere: not known."""
+    since the watch began. None anywhere: not known. ``state_known``: somebody looked whether it is stopped; a dump
+    alone does not say."""
 
     seat: Seat
     role: str
@@ -52,6 +53,7 @@ class SeatStacks:
     exit: str | None = None
     stacks_path: str = ""
     processes_path: str = ""
+    state_known: bool = True
 
     @property
     def name(self) -> str:
@@ -89,7 +91,17 @@ class SeatStacks:
 
     @property
     def burns(self) -> bool:
+        if self.busy_share is None and not self.state_known:
+            return self.before is not None and self.on_processor is True
         return self.busy_share is not None and self.busy_share > BUSY_SHARE
+
+    @property
+    def on_processor(self) -> bool | None:
+        """Its host thread ran in every dump (True), in none (False); None: in some, or none can tell."""
+        dumps = [dump for dump in (self.before, self.after) if dump is not None]
+        threads = [deciding_thread(dump) for dump in dumps if dump.source == "py-spy"]
+        ran = {thread.active for thread in threads if thread is not None}
+        return next(iter(ran)) if len(ran) == 1 and len(threads) == len(dumps) else None
 
     def fact(self) -> Fact:
         """Where it stands and whether it stayed there."""
@@ -164,7 +176,8 @@ def stack_cause(
         return Cause("none", "unknown", (), scene.facts(), "suspected")
     if cause is None:
         cause = (
-            _held_up(scene)
+            _stopped_by_look(scene)
+            or _held_up(scene)
             or _one_elsewhere(scene)
             or _different_collectives(scene)
             or _service(scene)
@@ -172,6 +185,35 @@ def stack_cause(
         )
         cause = cause if complete else replace(cause, confidence="suspected")
     return replace(cause, facts=(*(stalled or ()), *cause.facts))
+
+
+def process_cause(seats: Sequence[SeatStacks]) -> Cause | None:
+    """A process that is gone, or stopped, by the process table."""
+    scene = _Scene(tuple(seats))
+    return _dead(scene) or _stopped(scene)
+
+
+def one_sample_cause(seats: Sequence[SeatStacks]) -> Cause | None:
+    """What one dump of each process lets suspect: all but one rank wait in a collective, none is on a processor,
+    and that one is not on its way to them. Whether it lasts cannot be seen."""
+    scene = _Scene(tuple(seats))
+    waiting, elsewhere = scene.in_collective, scene.elsewhere
+    if not waiting or len(elsewhere) != 1:
+        return None
+    odd = elsewhere[0]
+    if odd.after is None or odd.doing.kind in ("idle", "device") or odd.on_processor is True:
+        return None
+    cause = _stopped_by_look(scene)
+    if cause is not None:
+        return cause
+    if odd.on_processor is None and odd.doing.kind == "compute":
+        return replace(_blocked(scene, (odd,), "suspected"), mechanism="unknown")
+    return _blocked(scene, (odd,), "suspected")
+
+
+def undecided(seats: Sequence[SeatStacks]) -> Cause:
+    """Where everybody stands; nobody is blamed."""
+    return _undecided(_Scene(tuple(seats)))
 
 
 # Processes ------------------------------------------------------------------------------------------------
@@ -228,6 +270,36 @@ def _stopped(scene: _Scene) -> Cause | None:
         collective=scene.collective(),
         family="" if stopped[0].is_rank else stopped[0].role,
     )
+
+
+def _stopped_by_look(scene: _Scene) -> Cause | None:
+    """Nobody asked the kernel, and one rank stands in the middle of its work, not on a processor, in code that does
+    not wait: a process that is stopped looks so (tests/captures). Peers wait for it in a collective."""
+    waiting, elsewhere = scene.in_collective, scene.elsewhere
+    if not waiting or len(elsewhere) != 1:
+        return None
+    odd = elsewhere[0]
+    if odd.state_known or odd.moves or odd.on_processor is not False or odd.doing.kind != "compute":
+        return None
+    held = ", with Python's lock in its hands" if _holds_python(odd) else ""
+    fact = (
+        f"{odd.name}: in the middle of its work, in code that does not wait, and not on a processor{held}: "
+        "stopped, or held up in a native call"
+    )
+    return Cause(
+        kind="stopped",
+        mechanism="rank-stopped",
+        ranks=(odd.seat,),
+        facts=(Fact(fact, odd.stacks_path), *scene.facts((odd,))),
+        confidence="supported" if odd.before is not None else "suspected",
+        stream="host",
+        collective=scene.collective(),
+    )
+
+
+def _holds_python(seat: SeatStacks) -> bool:
+    thread = None if seat.after is None else deciding_thread(seat.after)
+    return thread is not None and thread.owns_gil
 
 
 # Places ---------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
     """Writes diagnosis.json (unless the trial was healthy), evidence/merged.json (when it was captured) and
     trial.json; returns the last. Raises StoreError when the disk refuses."""
     stored = read_trial(store.path)
-    history = _with_decisions(_history(store.path), stored)
+    history = _with_decisions(read_history(store.path), stored)
     diagnosis = _diagnose(stored, history, context)
     outcome, why = _outcome(history, diagnosis)
     tokens = stored.tokens or journal_tokens(store.path)
@@ -178,7 +178,7 @@ def journal_tokens(trial: Path) -> dict[str, list[int]]:
     return tokens
 
 
-def _history(trial: Path) -> dict[str, Any]:
+def read_history(trial: Path) -> dict[str, Any]:
     """Empty when the driver did not live to write it."""
     try:
         document: dict[str, Any] = json.loads((trial / HISTORY).read_bytes())
@@ -343,4 +343,6 @@ def _process_stacks(document: Document | None) -> ProcessStacks | None:
     return None if document is None else ProcessStacks.from_json(document)
 
 
-__all__ = ["HISTORY", "StoreError", "TrialContext", "evidence_of", "journal_tokens", "judge"]
+__all__ = [
+    "HISTORY", "StoreError", "TrialContext", "evidence_of", "journal_tokens", "judge", "read_history",
+]  # fmt: skip

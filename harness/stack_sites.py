@@ -16,28 +16,31 @@ PlaceKind: TypeAlias = Literal[
 stand. ``waits-for-peer``: for another process's answer or message. ``compute``: at work. ``lock``, ``sleep`` and
 ``io``: held up in its own doing."""
 Asked: TypeAlias = Literal[
-    "loop", "message", "answer", "child", "thread", "lock", "room", "output", "network", "device"
+    "loop", "message", "answer", "child", "thread", "lock", "room", "output", "network", "device", "data"
 ]
 """What plumbing was asked for by the code that called it."""
 Pattern: TypeAlias = re.Pattern[str]
 
 LIBRARY = re.compile(
     r"""(?:^|/)lib/python3[.]\d+/(?!(?:site|dist)-packages/) | ^<frozen
-      | (?:^|/)(?:site|dist)-packages/(?:
+      | ^(?:asyncio|concurrent|ctypes|http|importlib|json|logging|multiprocessing|urllib)/
+      | ^(?:contextlib|copy|functools|pickle|queue|runpy|selectors|socket|ssl|subprocess|threading)[.]py$
+      | (?:^|(?:^|/)(?:site|dist)-packages/)(?:
             torch | torch_npu | zmq | uvloop | numpy | ray | anyio | starlette | fastapi | uvicorn | requests
           | urllib3 | httpx | httpcore | triton | sgl_kernel | tqdm | psutil | typing_extensions
         )(?:/|[.]py)
       | (?:^|/)hangrig_probe/(?!faults[.]py)
       | (?:^|/)vllm/_custom_ops[.]py$
-      | (?:^|/)(?:vllm|sglang/srt)/distributed/
+      | (?:^|(?:^|/)(?:vllm|sglang/srt)/)distributed/
         (?:device_communicators/\w+|parallel_state|communication_op|utils)[.]py$
     """,
     re.VERBOSE,
 )
-"""Files that carry out a caller's wish."""
+"""Files that carry out a caller's wish. py-spy's text has them without the folders above their package."""
 PLUMBING_CALLS: tuple[tuple[str, frozenset[str]], ...] = (
-    ("sglang/srt/managers/io_struct.py", frozenset({"sock_recv", "sock_send"})),
+    ("io_struct.py", frozenset({"sock_recv", "sock_send"})),
     ("sglang/srt/utils/common.py", frozenset({"broadcast_pyobj"})),
+    ("utils/common.py", frozenset({"broadcast_pyobj"})),
 )
 """Functions that do, in files that do not."""
 
@@ -50,7 +53,7 @@ OPERATION = re.compile(
 )
 COLLECTIVE_FILES = re.compile(
     r"(?:^|/)torch/distributed/(?:distributed_c10d|_functional_collectives|rendezvous|nn/functional)[.]py$|"
-    r"(?:^|/)(?:vllm|sglang/srt)/distributed/"
+    r"(?:^|(?:^|/)(?:vllm|sglang/srt)/)distributed/"
     r"(?:parallel_state|communication_op|device_communicators/(?!shm_)\w+)[.]py$"
 )
 COLLECTIVE_NATIVE = re.compile(r"^(?:gloo::|c10d::(?!TCPStore)|hccl::|p?nccl[A-Z]|Hccl[A-Z])")
@@ -82,8 +85,9 @@ def _called(name: str) -> Pattern:
     return re.compile(rf"(?:.*[.])?(?:{name})$")
 
 
-def _in(file: str) -> Pattern:
-    return re.compile(rf"(?:^|/)(?:{file})[.]py$")
+def _in(file: str, short: str = "") -> Pattern:
+    """``short``: the same files as py-spy's text names them, where those have lost their package."""
+    return re.compile(rf"(?:^|/)(?:{file})[.]py$" + (rf"|^(?:{short})[.]py$" if short else ""))
 
 
 _CONNECTION = _in("multiprocessing/connection")
@@ -94,6 +98,11 @@ ASKED: tuple[tuple[Asked, Pattern, Pattern], ...] = (
         "device",
         _called(r"\w*synchronize|wait"),
         _in(r"torch(?:_npu)?/(?:cuda|npu|xpu|accelerator)/(?:\w+/)*\w+"),
+    ),
+    (
+        "data",
+        _called("__next__|_next_data|_get_data|_try_get_data"),
+        _in("torch/utils/data/dataloader"),
     ),
     ("message", _called("dequeue|acquire_read"), _in("shm_broadcast")),
     ("room", _called("enqueue|acquire_write"), _in("shm_broadcast")),
@@ -125,27 +134,33 @@ ASKED: tuple[tuple[Asked, Pattern, Pattern], ...] = (
 """By the plumbing's functions."""
 
 _SGLANG = r"sglang/srt/(?:\w+/)*\w+"
+_SHORT = r"(?:scheduler_components/)?\w+"
 _VLLM = r"vllm/v1/(?:\w+/)*\w+"
 _EXECUTOR = r"vllm/v1/executor/\w+"
 _WORKERS = "the workers' answer"
 SITES: tuple[tuple[Pattern, Pattern, PlaceKind, str], ...] = (
     (
         _called(r"event_loop\w*|recv_requests|_pull_raw_reqs|ingest_requests"),
-        _in(_SGLANG),
+        _in(_SGLANG, _SHORT),
         "idle",
         "requests",
     ),
-    (_called("maybe_sleep|maybe_sleep_on_idle|on_idle"), _in(_SGLANG), "idle", "requests"),
+    (_called("maybe_sleep|maybe_sleep_on_idle|on_idle"), _in(_SGLANG, _SHORT), "idle", "requests"),
     (
         _called(r"_wait_\w+|load_snapshot"),
-        _in(r"sglang/srt/entrypoints/\w+"),
+        _in(r"sglang/srt/entrypoints/\w+", "http_server|engine"),
         "waits-for-peer",
         "the processes that it starts",
     ),
-    (_called("run_scheduler_process_with_init_pipe"), _in(_SGLANG), "waits-for-peer", "its controller"),
+    (
+        _called("run_scheduler_process_with_init_pipe"),
+        _in(_SGLANG, _SHORT),
+        "waits-for-peer",
+        "its controller",
+    ),
     (
         _called("launch_server|run_data_parallel_controller_process|_launch_subprocesses"),
-        _in(_SGLANG),
+        _in(_SGLANG, _SHORT),
         "idle",
         "its children to end",
     ),
@@ -187,6 +202,7 @@ DEFAULTS: dict[Asked, tuple[PlaceKind, str]] = {
     "answer": ("waits-for-peer", "an answer"),
     "child": ("waits-for-peer", "a child process"),
     "thread": ("waits-for-peer", "a thread of its own"),
+    "data": ("waits-for-peer", "its data loader"),
     "network": ("waits-for-peer", "the network"),
     "lock": ("lock", "a lock or an event"),
     "room": ("io", "room to send"),

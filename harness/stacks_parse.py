@@ -12,9 +12,11 @@ import re
 from harness.seats import Seat
 from harness.stacks import Frame, ProcessStacks, ThreadStack, host_first, read_thread
 
-_TEXT_PROCESS = re.compile(r"^Process (\d+):")
+_TEXT_PROCESS = re.compile(r"^Process (\d+):(?: (.*))?$")
 _TEXT_THREAD = re.compile(r'^Thread (0x[0-9a-fA-F]+|\d+)(?: \(([^)]*)\))?(?:: "(.*)")?\s*$')
 _TEXT_FRAME = re.compile(r"^\s+(.+) \((.*)\)\s*$")
+_TEXT_LOCAL = re.compile(r"^\s{8,}\w+: ")
+"""``py-spy dump --locals``: a variable below its frame."""
 _FAULT_THREAD = re.compile(
     r"^(?:Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[(.*)\])? \(most recent call first\):"
 )
@@ -48,11 +50,27 @@ def parse_pyspy_text(
         elif match := _TEXT_THREAD.match(line):
             status = match[2] or ""
             builder.thread(int(match[1], 0), match[3], active="active" in status, owns_gil="gil" in status)
+        elif _TEXT_LOCAL.match(line):
+            continue
         elif match := _TEXT_FRAME.match(line):
             file, colon, number = match[2].rpartition(":")
             known = bool(colon) and number.isdecimal()
             builder.frame(match[1], file if known else match[2], int(number) if known else 0)
     return builder.process("py-spy", "py-spy dump", text, pid=pid, rank=rank, native=native)
+
+
+def split_pyspy_text(text: str) -> tuple[tuple[str, str], ...]:
+    """The processes of one or more ``py-spy dump`` after one another: what each was called, and its part of the
+    text. A text without the line that names the process is one part."""
+    parts: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        if match := _TEXT_PROCESS.match(line):
+            parts.append(((match[2] or "").strip(), [line]))
+        elif parts:
+            parts[-1][1].append(line)
+        elif _TEXT_THREAD.match(line):
+            parts.append(("", [line]))
+    return tuple((title, "\n".join(lines)) for title, lines in parts)
 
 
 def parse_faulthandler(text: str, *, pid: int, rank: Seat | None) -> ProcessStacks:

@@ -91,7 +91,9 @@ def stored(tmp_path: Path) -> Path:
 # --- help and usage ---
 
 
-@pytest.mark.parametrize("command", ["run", "rerun", "list", "doctor", "report", "recheck", "compare"])
+@pytest.mark.parametrize(
+    "command", ["run", "rerun", "list", "doctor", "report", "recheck", "compare", "diagnose"]
+)
 def test_every_command_has_help_with_an_example(command: str) -> None:
     done = call(command, "--help")
     assert done.exit_code == 0
@@ -100,7 +102,18 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 
 def test_no_command_is_promised_that_does_not_work() -> None:
     names = {command.name for command in app.registered_commands}
-    assert names == {"run", "rerun", "list", "doctor", "report", "recheck", "compare", "watch", "corpus"}
+    assert names == {
+        "run",
+        "rerun",
+        "list",
+        "doctor",
+        "report",
+        "recheck",
+        "compare",
+        "watch",
+        "diagnose",
+        "corpus",
+    }
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,11 @@ def next_steps(result: WatchResult) -> tuple[str, ...]:
         if result.traffic is None and result.tree.engine == "sglang":
             steps.append("start the server with --enable-metrics, so that requests and tokens can be seen")
         return tuple(steps)
-    return _for_cause(diagnosis)
+    return steps_for(diagnosis)
 
 
-def _for_cause(diagnosis: Diagnosis) -> tuple[str, ...]:
+def steps_for(diagnosis: Diagnosis) -> tuple[str, ...]:
+    """What to do about a cause, most useful first."""
     pids = [culprit.pid for culprit in diagnosis.culprits if culprit.pid]
     named = " ".join(map(str, pids))
     dump = tuple(f"py-spy dump --native --pid {pid}" for pid in pids)
@@ -115,13 +116,18 @@ def _first_line(result: WatchResult) -> str:
     if result.verdict == "cannot tell" or diagnosis is None:
         said = (*result.opinion.missing, *result.opinion.facts)[:2]
         return f"{verdict}: {'; '.join(said) or 'too little was seen'}"
+    how = f"{diagnosis.kind}, {diagnosis.mechanism}, {diagnosis.confidence}"
+    return f"{verdict}: {culprits_words(diagnosis)}: {how}"
+
+
+def culprits_words(diagnosis: Diagnosis, no_pid: str = "gone") -> str:
+    """``rank 1 (pid 4711, cuda:1)``. ``no_pid``: what is said where no pid is known."""
     who = []
     for culprit in diagnosis.culprits:
         name = f"rank {culprit.rank}" if culprit.rank is not None else culprit.role
         device = f", {culprit.device}" if culprit.device else ""
-        who.append(f"{name} (pid {culprit.pid or 'gone'}{device})")
-    how = f"{diagnosis.kind}, {diagnosis.mechanism}, {diagnosis.confidence}"
-    return f"{verdict}: {', '.join(who) or 'no culprit could be named'}: {how}"
+        who.append(f"{name} (pid {culprit.pid or no_pid}{device})")
+    return ", ".join(who) or "no culprit could be named"
 
 
 def _line(seat: SeatFinding) -> str:
