@@ -10,9 +10,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from typing import TypeAlias
 
 _GAPS_KEPT = 256
 _TAIL_QUANTILE = 0.99
+
+_Pause: TypeAlias = tuple[float, int]  # seconds, work
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,42 +71,58 @@ class WatchdogSettings:
 
 
 class Budgets:
-    """The pauses of one rank, by phase."""
+    """The pauses of one rank, by phase.
+
+    A pause is learned with the work that its step announced (tokens), where a ledger tells: one prefill after a
+    thousand decodes is owed what its tokens need, though the phase bears the same name.
+    """
 
     def __init__(self, settings: WatchdogSettings) -> None:
         self._settings = settings
-        self._gaps: dict[str, deque[float]] = {}
+        self._pauses: dict[str, deque[_Pause]] = {}
         self.left: set[str] = set()
         """Phases that this rank has entered and left again."""
 
-    def learn(self, phase: str, gap_s: float) -> None:
-        """The rank stood still for ``gap_s`` while in ``phase``, and went on."""
-        self._gaps.setdefault(phase, deque(maxlen=_GAPS_KEPT)).append(gap_s)
+    def learn(self, phase: str, gap_s: float, work: int = 0) -> None:
+        """The rank stood still for ``gap_s`` while in ``phase``, and went on. ``work`` 0: not known."""
+        self._pauses.setdefault(phase, deque(maxlen=_GAPS_KEPT)).append((gap_s, work))
 
-    def budget_s(self, phase: str, *, warm: bool, settled: bool, left_by_others: bool) -> float:
+    def budget_s(
+        self, phase: str, *, warm: bool, settled: bool, left_by_others: bool, work: int = 0
+    ) -> float:
         """Seconds that the rank may stand still in ``phase`` now.
 
         ``warm``: it has made ``warm_steps``. ``settled``: it has made ``settled_steps``, so its usual pauses
         are known; a phase that it was never seen to leave was too short for the samples. ``left_by_others``:
-        another rank has come through this phase.
+        another rank has come through this phase. ``work``: what its step announced.
         """
         settings = self._settings
         if phase in settings.patient_phases:
             return max(settings.startup_s, settings.ceiling_s)
         if phase in self.left:
-            return self._learned_s(list(self._gaps.get(phase, ())))
+            return self._learned_s(list(self._pauses.get(phase, ())), work)
         if not warm:
             return max(settings.startup_s, settings.floor_s)
-        return self.pause_s() if left_by_others or settled else settings.ceiling_s
+        return self.pause_s(work) if left_by_others or settled else settings.ceiling_s
 
-    def pause_s(self) -> float:
+    def pause_s(self, work: int = 0) -> float:
         """Learned from the pauses of all phases together."""
-        return self._learned_s([gap for gaps in self._gaps.values() for gap in gaps])
+        return self._learned_s([pause for pauses in self._pauses.values() for pause in pauses], work)
 
-    def _learned_s(self, gaps: list[float]) -> float:
+    def _learned_s(self, pauses: list[_Pause], work: int) -> float:
         settings = self._settings
-        tail_s = 0.0
-        if gaps:
-            gaps.sort()
-            tail_s = gaps[min(len(gaps) - 1, math.ceil(_TAIL_QUANTILE * len(gaps)) - 1)]
+        tail_s = _tail_s(pauses)
+        most = max((known for _, known in pauses), default=0)
+        if 0 < most < work:
+            comparable = [pause for pause in pauses if 2 * pause[1] >= work]
+            tail_s = max(tail_s, _tail_s(comparable)) if comparable else tail_s * work / most
+        elif work:
+            tail_s = max(tail_s, _tail_s([pause for pause in pauses if 2 * pause[1] >= work]))
         return min(max(settings.budget_multiple * tail_s, settings.floor_s), settings.ceiling_s)
+
+
+def _tail_s(pauses: list[_Pause]) -> float:
+    if not pauses:
+        return 0.0
+    gaps = sorted(gap_s for gap_s, _ in pauses)
+    return gaps[min(len(gaps) - 1, math.ceil(_TAIL_QUANTILE * len(gaps)) - 1)]

@@ -32,10 +32,12 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """``taken_ns`` is the observer's monotonic clock."""
+    """``taken_ns`` is the observer's monotonic clock. ``late_s``: how much later it was taken than the observer
+    meant, work of its own left out; None: the observer does not say, and every gap beyond a period counts."""
 
     taken_ns: int
     ranks: tuple[RankView, ...]
+    late_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,29 @@ from harness.budgets import Budgets, WatchdogSettings
 from harness.ledger_snapshot import Snapshot
 from harness.standing import RankState, RankView
 
+_RECENT_DECISIONS = 2
+"""The step at hand and the one before, whose result may still be waited for."""
+
+
+def announced(snapshot: Snapshot) -> int:
+    """Tokens of the step at hand, all ranks together, as its decision or its collectives tell; 0: not known.
+
+    A decision may come after the step's collectives: those carry its tokens as rows.
+    """
+    most = 0
+    for record in snapshot.decisions[-_RECENT_DECISIONS:]:
+        tokens = record.get("tokens")
+        counts = tokens if isinstance(tokens, list | tuple) else record.get("own_tokens") or ()
+        counts = counts if isinstance(counts, list | tuple) else (counts,)
+        most = max(most, sum(count for count in counts if isinstance(count, int)))
+    for group in snapshot.groups.values():
+        for newest, collective in enumerate(reversed(group.recent)):
+            if newest and collective.completed_ns is not None:
+                break
+            if len(collective.shape) > 1:
+                most = max(most, collective.shape[0])
+    return most
+
 
 class Track:
     """Seconds are observed ones: those that a starved observer missed are out."""
@@ -55,10 +78,11 @@ class Track:
             warm=self.snapshot is not None and steps >= self._settings.warm_steps,
             settled=steps >= self._settings.settled_steps,
             left_by_others=left_by_others,
+            work=announced(self.snapshot) if self.snapshot is not None else 0,
         )
 
-    def update(self, view: RankView, now_ns: int, elapsed_s: float) -> None:
-        """Takes in one sample, ``elapsed_s`` after the one before."""
+    def update(self, view: RankView, now_ns: int, elapsed_s: float, unseen_s: float = 0.0) -> None:
+        """Takes in one sample, ``elapsed_s`` after the one before; ``unseen_s`` more were not looked at."""
         self.state, self.done = view.state, view.task_done
         alive = view.state in ("running", "sleeping", "stopped")
         self._seen_alive = self._seen_alive or alive
@@ -67,9 +91,9 @@ class Track:
         if view.snapshot is None:
             self.still_s += elapsed_s
         else:
-            self._read(view.snapshot, now_ns, elapsed_s)
+            self._read(view.snapshot, now_ns, elapsed_s, unseen_s)
 
-    def _read(self, snapshot: Snapshot, now_ns: int, elapsed_s: float) -> None:
+    def _read(self, snapshot: Snapshot, now_ns: int, elapsed_s: float, unseen_s: float) -> None:
         before = self.snapshot
         marks = snapshot.watermark()
         if before is None or before.header.start_time_ticks != snapshot.header.start_time_ticks:
@@ -77,7 +101,11 @@ class Track:
             self.still_s, self.moved_ns = 0.0, now_ns
         elif marks != self._marks:
             if not self.excused:
-                self.budgets.learn(before.host.phase, self.still_s + elapsed_s)
+                pause_s = self.still_s + elapsed_s + unseen_s
+                if unseen_s:
+                    # How often it stood and went on is not known; its steps were as long as this at least.
+                    pause_s /= max(1, snapshot.host.step - before.host.step)
+                self.budgets.learn(before.host.phase, pause_s, announced(before))
             if (before.host.phase, before.host.step) != (snapshot.host.phase, snapshot.host.step):
                 self.budgets.left.add(before.host.phase)
             self.still_s, self.moved_ns = 0.0, now_ns

@@ -19,12 +19,14 @@ from harness.agent_files import AgentState, AgentTrial, Times, WatchedRank
 from harness.ledger_layout import LedgerError
 from harness.ledger_reader import LedgerReader
 from harness.ledger_snapshot import Snapshot
+from harness.pace import Pace
 from harness.processes import read_process
 from harness.seats import Seat, seats_words
 from harness.stillness import moved_between
 from harness.trial_evidence import TrialEvidence
 from harness.watchdog import Confirmed, Healthy, RankView, Sample, Suspect, Watchdog
 
+_STARVED_WORTH_TELLING_S = 1.0
 _STATES: dict[str, Literal["running", "sleeping", "stopped", "dead"]] = {
     "R": "running", "S": "sleeping", "D": "sleeping", "T": "stopped", "Z": "dead", "dead": "dead",
 }  # fmt: skip
@@ -40,8 +42,8 @@ class TrialWatch:
         self.ranks: tuple[Seat, ...] = ()
         self.proof: tuple[str, ...] = ()
         self.slow: list[Seat] = []
-        self.notes: list[str] = []
         self.evidence: Path | None = None
+        self._notes: list[str] = []
         self._ledger_error: str | None = None
         self._evidence = TrialEvidence(trial, capture_s=capture_s, busy=busy)
         self._started_ns = time.monotonic_ns() if trial.started_ns is None else trial.started_ns
@@ -51,6 +53,14 @@ class TrialWatch:
         self._last_progress_ns = 0
         self._confirmed_ns = 0
         self._captured_ns = 0
+        self._pace = Pace(trial.watchdog.sample_period_s)
+
+    @property
+    def notes(self) -> list[str]:
+        starved_s = self._watchdog.starved_s
+        if starved_s < _STARVED_WORTH_TELLING_S:
+            return list(self._notes)
+        return [*self._notes, f"the watchdog itself was starved for {starved_s:.1f} s{self._pace.words}"]
 
     @property
     def error(self) -> str | None:
@@ -74,8 +84,9 @@ class TrialWatch:
         """One sample of all ranks; captures when the watchdog says so. ``done``: ranks that have answered."""
         if self.state == "captured":
             return
+        late_s = self._pace.begin()
         views = tuple(self._view(rank, rank.rank in done) for rank in self.trial.ranks)
-        standing = self._watchdog.observe(Sample(time.monotonic_ns(), views))
+        standing = self._watchdog.observe(Sample(time.monotonic_ns(), views, late_s))
         if isinstance(standing, Healthy):
             if standing.note:
                 self._fell(standing.slow, standing.note)
@@ -94,11 +105,11 @@ class TrialWatch:
             self._begin(reason, (), ())
             self._since_ns = time.monotonic_ns()
         if not self._evidence.reports:
-            self._evidence.take(native=False)
+            self._take(native=False)
         # Two samples apart, or they could not show that nothing moves. Nobody sets the event.
         Event().wait(self.trial.watchdog.confirm_after_s)
         self._confirmed_ns = time.monotonic_ns()
-        self._evidence.take(native=True)
+        self._take(native=True)
         self._finish(reason, "asked")
 
     def close(self) -> None:
@@ -126,6 +137,10 @@ class TrialWatch:
 
     # The three standings ---------------------------------------------------------------------------------
 
+    def _take(self, *, native: bool) -> None:
+        self._evidence.take(native=native)
+        self._pace.worked(self._evidence.reports[-1].duration_s)
+
     def _suspect(self, standing: Suspect) -> None:
         if self.state == "suspect" and standing.since_ns == self._since_ns:
             self.proof = standing.proof
@@ -134,7 +149,7 @@ class TrialWatch:
             self._fell(self.ranks, f"{seats_words(self.ranks)} went on after a suspicion ({self.reason})")
         self._begin(standing.reason, standing.ranks, standing.proof)
         self._since_ns, self._last_progress_ns = standing.since_ns, standing.last_progress_ns
-        self._evidence.take(native=False)
+        self._take(native=False)
 
     def _confirm(self, standing: Confirmed) -> None:
         self.reason, self.ranks, self.proof = standing.reason, standing.ranks, standing.proof
@@ -142,7 +157,7 @@ class TrialWatch:
         if self.samples > 1:
             # The last confirmation fell: its sample is what the next one is compared with.
             self._evidence.drop_oldest()
-        self._evidence.take(native=True)
+        self._take(native=True)
         first, last = self._evidence.reports[0], self._evidence.reports[-1]
         moved = moved_between(first.snapshots, last.snapshots)
         upheld = self._watchdog.confirm(first.stacks, last.stacks, moved)
@@ -184,8 +199,8 @@ class TrialWatch:
         self.state, self.evidence = "captured", self.trial.evidence if stored else None
 
     def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
+        if text not in self._notes:
+            self._notes.append(text)
 
     def _write_manifest(self, reason: str, road: str, times: Times) -> bool:
         return self._evidence.write_manifest(
@@ -195,7 +210,8 @@ class TrialWatch:
                 "suspicion": self.reason,
                 "ranks": list(self.ranks),
                 "proof": list(self.proof),
-                "notes": list(self.notes),
+                "notes": self.notes,
+                "starved_s": round(self._watchdog.starved_s, 3),
                 "slow": list(self.slow),
                 "times": times.model_dump(),
                 "samples": [

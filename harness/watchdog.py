@@ -5,7 +5,7 @@ cannot complete, or a replay whose record was lost while no host can make anothe
 *Budget*: nothing moved for longer than this phase's own learned budget (``budgets.py``). A
 suspicion is confirmed by a later sample in which still nothing moved and, where stacks were taken, no host
 stack left its place. Being in a collective is not a hang, and a rank that others wait for keeps its own
-budget while they wait.
+budget while they wait. An observer that was starved itself widens all budgets for a while (``starvation.py``).
 
 One watchdog judges what one observer sees: an agent its node, the driver the joined views of all agents. An
 observer that does not see every rank waits at least for the ceiling, because the cause may lie where it
@@ -33,6 +33,7 @@ from harness.standing import (
     Standing,
     Suspect,
 )
+from harness.starvation import Starvation
 from harness.stillness import left_place, streams_unknown
 from harness.track import Track
 from harness.waits import GRAPH_PREFIX, Wait, cycle_in, wait_edges, waits
@@ -58,6 +59,7 @@ class Watchdog:
         self._world = world
         self._tracks: dict[Seat, Track] = {}
         self._futility = Futility(settings)
+        self._starvation = Starvation(settings.sample_period_s)
         self._now_ns: int | None = None
         self._standing: Standing = Healthy(0)
         self._age_s = 0.0
@@ -68,10 +70,11 @@ class Watchdog:
 
     def observe(self, sample: Sample) -> Standing:
         """Judges one sample. ``Healthy.note`` and ``slow`` are set only when this sample ends a suspicion."""
-        elapsed_s = self._elapsed_s(sample.taken_ns)
+        gap_s, elapsed_s = self._elapsed_s(sample.taken_ns)
+        self._starvation.observe(gap_s, sample.late_s)
         for view in sample.ranks:
             track = self._tracks.setdefault(view.rank, Track(self._settings, sample.taken_ns))
-            track.update(view, sample.taken_ns, elapsed_s)
+            track.update(view, sample.taken_ns, elapsed_s, gap_s - elapsed_s)
         self._futility.observe(
             {
                 view.rank: view.snapshot
@@ -79,7 +82,7 @@ class Watchdog:
                 if isinstance(view.rank, int) and view.snapshot is not None
             },
             sample.taken_ns,
-            elapsed_s,
+            elapsed_s / self._starvation.widening,
         )
         self._standing = self._settle(self._find(), sample.taken_ns, elapsed_s)
         return self._standing
@@ -89,8 +92,14 @@ class Watchdog:
         track = self._tracks[rank]
         others = [other for seat, other in self._tracks.items() if seat != rank]
         budget_s = track.budget_s(left_by_others=any(track.phase in other.budgets.left for other in others))
-        sees_all = len(self._ranks()) >= self._world
-        return budget_s if sees_all else max(budget_s, self._settings.ceiling_s)
+        if len(self._ranks()) < self._world:
+            budget_s = max(budget_s, self._settings.ceiling_s)
+        return budget_s * self._starvation.widening
+
+    @property
+    def starved_s(self) -> float:
+        """By how much this observer's samples were late, all together."""
+        return self._starvation.total_s
 
     def confirm(
         self,
@@ -142,13 +151,14 @@ class Watchdog:
 
     # Keeping track ---------------------------------------------------------------------------------------
 
-    def _elapsed_s(self, taken_ns: int) -> float:
-        """Seconds since the sample before, cut where the observer itself was starved or suspended."""
+    def _elapsed_s(self, taken_ns: int) -> tuple[float, float]:
+        """Seconds since the sample before; and those that count, cut where the observer itself was starved or
+        suspended."""
         before_ns, self._now_ns = self._now_ns, taken_ns
         if before_ns is None:
-            return 0.0
-        longest_s = self._settings.starved_multiple * self._settings.sample_period_s
-        return min(max(0.0, (taken_ns - before_ns) / 1e9), longest_s)
+            return 0.0, 0.0
+        gap_s = max(0.0, (taken_ns - before_ns) / 1e9)
+        return gap_s, min(gap_s, self._settings.starved_multiple * self._settings.sample_period_s)
 
     # The two roads ---------------------------------------------------------------------------------------
 
@@ -192,11 +202,13 @@ class Watchdog:
         settings = self._settings
         still_s = min((self._tracks[rank].still_s for rank in wait.waiting), default=0.0)
         over = [rank for rank in wait.missing if self._tracks[rank].done]
-        parked = [rank for rank in wait.missing if self._tracks[rank].parked_s >= settings.floor_s]
+        # The driver starts the ranks one after the other, so parked peers are normal for a moment; a longer one
+        # where it starves as the observer does.
+        patience_s = settings.floor_s * self._starvation.widening
+        parked = [rank for rank in wait.missing if self._tracks[rank].parked_s >= patience_s]
         if over and still_s >= settings.proof_still_s:
             absent, why = over, "its task is over"
-        elif parked and still_s >= settings.floor_s:
-            # The driver starts the ranks one after the other, so parked peers are normal for a moment.
+        elif parked and still_s >= patience_s:
             absent, why = parked, "its host is parked"
         else:
             return None
@@ -260,12 +272,18 @@ class Watchdog:
             for rank, track in self._tracks.items()
             if track.snapshot is not None and not track.excused
         }
-        over = {rank for rank, track in active.items() if track.still_s > self.budget_s(rank)}
+        # No budget is below the floor; most ranks have moved, and theirs need not be worked out.
+        over = {
+            rank
+            for rank, track in active.items()
+            if track.still_s > self._settings.floor_s and track.still_s > self.budget_s(rank)
+        }
         if over and over == active.keys():
             return self._stalled(tuple(in_order(over)))
         # While its peers move, a rank alone may lawfully have nothing to do for long.
         peers_move = any(track.still_s < self._settings.floor_s for track in active.values())
-        alone = tuple(r for r in in_order(over) if active[r].still_s > self._settings.ceiling_s)
+        ceiling_s = self._settings.ceiling_s * self._starvation.widening
+        alone = tuple(r for r in in_order(over) if active[r].still_s > ceiling_s)
         return self._stalled(alone) if alone and peers_move else None
 
     def _stalled(self, ranks: tuple[Seat, ...]) -> _Finding:

@@ -71,6 +71,7 @@ def render(result: Result, stored: StoredRun) -> str:
             corpus=corpus.page(stored),
             hangs=groups,
             heading=heading(group.first.trial for group in groups),
+            noted=[trial for trial in result.trials if trial.notes],
             checks=[trial for trial in result.trials if _checks_to_show(trial)],
             new_issues=new_issues(result),
             charts=latency_charts(result),

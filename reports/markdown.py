@@ -60,6 +60,7 @@ def render(result: Result) -> str:
         lines += [*table(head, map(_arm, scenario.arms)), ""]
     lines += _hangs(result)
     lines += _checks(result)
+    lines += _notes(result)
     if result.engine_notes:
         lines += [
             "## About the probe in the engine",
@@ -124,6 +125,11 @@ def _issue(known: Recognition) -> str:
     until = f"until {known.expires}" if known.expires else ""
     told = [escape(known.title or known.note), link, until, escape(known.why)]
     return "; ".join(filter(None, told))
+
+
+def _notes(result: Result) -> list[str]:
+    told = [f"- {code(trial.name)}: {escape(note)}" for trial in result.trials for note in trial.notes]
+    return ["## Notes of the watchdog", "", *told, ""] if told else []
 
 
 def _checks(result: Result) -> list[str]:

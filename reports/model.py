@@ -172,6 +172,8 @@ class TrialResult:
     """What a foreign engine said; None for the built-in one."""
     known: Recognition | None = None
     """None where the diagnosis has no signature."""
+    notes: tuple[str, ...] = ()
+    """What the watchdog has to say beside a verdict: suspicions that fell, and that it was starved itself."""
 
     @property
     def stopped(self) -> bool:

@@ -202,6 +202,7 @@ def read_trial(
         latency_us=latency,
         engine=None if stored.engine is None else read_engine(stored.engine),
         known=(known or KnownIssues()).recognise(scenario, diagnosis),
+        notes=fields.texts(document, "notes"),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -181,6 +182,24 @@ def test_a_trial_that_ends_under_suspicion_leaves_its_samples(bench: Bench) -> N
     manifest = rig.load(bench.evidence / "manifest.json")
     assert (manifest["reason"], manifest["road"], len(manifest["samples"])) == ("slow", "dissolved", 2)
     assert "the trial ended while rank 0 was suspected" in manifest["notes"]
+
+
+def test_an_agent_that_was_starved_says_so_and_suspects_nobody(bench: Bench) -> None:
+    bench.launch()
+    rank = bench.rank(0, 4000, "wait")
+    bench.tell(trial=bench.trial(rank))
+    bench.until_state("watching")
+    rig.until(rank.ledger.exists, "the ledger")
+    Event().wait(10 * rig.QUICK.sample_period_s)
+    for _ in range(2):
+        process_control.send(bench.agent, signal.SIGSTOP)
+        Event().wait(2 * rig.QUICK.ceiling_s)
+        process_control.send(bench.agent, signal.SIGCONT)
+        status = rig.until(lambda: status if (status := bench.status()).notes else None, "a note")
+    assert re.fullmatch(
+        r"the watchdog itself was starved for \d+\.\d s( \(CPU pressure \d+ %\))?", status.notes[0]
+    )
+    assert (status.slow, status.samples, status.state) == ((), 0, "watching")
 
 
 def test_an_idle_rank_whose_answer_is_there_is_no_hang(bench: Bench) -> None:

@@ -55,7 +55,8 @@ def test_what_was_slow_is_shown_and_called_no_hang(tmp_path: Path) -> None:
         "kind": "slow", "mechanism": "rank-slow", "confidence": "supported", "signature": "slow/rank-slow/host",
         "stream": "host", "operation": None, "went_on_s": 14.2, "missing_evidence": [],
     }  # fmt: skip
-    builder.trial(ARMS[0], 1, "slow", diagnosis=said)
+    starved = "the watchdog itself was starved for 3.1 s (CPU pressure 97 %)"
+    builder.trial(ARMS[0], 1, "slow", diagnosis=said, notes=[starved])
     path = builder.finish()
     reports.write_all(path)
     document = json.loads((path / "report.json").read_text())
@@ -67,6 +68,7 @@ def test_what_was_slow_is_shown_and_called_no_hang(tmp_path: Path) -> None:
     texts = (shown.getvalue(), (path / "summary.md").read_text(), (path / "report.html").read_text())
     for text in texts:
         assert "slow: rank-slow" in text and "1 slow" in text and "What stopped" not in text
+    assert all(starved in text for text in texts[1:])
     assert "it went on after 8.3 s" in texts[0] and "What was slow" in texts[1]
     assert "second sample 10.4 s, went on 14.2 s" in texts[2]
 
