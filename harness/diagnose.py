@@ -58,6 +58,7 @@ from harness.diagnosis_roots import root_cause
 from harness.diagnosis_service import by_stacks, held_up
 from harness.diagnosis_slow import slow
 from harness.diagnosis_streams import stream_order
+from harness.diagnosis_words import fold
 from harness.livelock import is_futile, tokens_out
 
 __all__ = [
@@ -103,7 +104,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         stream=cause.stream,
         operation=cause.operation,
         collective=cause.collective,
-        proof=(*cause.facts, *extra),
+        proof=fold((*cause.facts, *extra)),
         confidence=cause.confidence,
         signature=cause.signature,
         times=evidence.times,
@@ -159,28 +160,23 @@ def _dead(case: Case) -> Cause | None:
 
 
 def _in_order_of_death(dead: list[View]) -> list[View]:
-    """The first one first: as it was seen, else a first-hand error before a symptom, else by the ledgers' ends."""
+    """The first one first: as it was seen, else a first-hand error before a symptom, else by the ledgers' ends,
+    which are comparable only between ranks of one boot of one machine."""
     never_s = float("inf")
+    boots = {view.snapshot.header.boot_id if view.snapshot is not None else None for view in dead}
+    comparable = len(boots) == 1
 
     def order(view: View) -> tuple[object, ...]:
         return (
             never_s if view.died_s is None else view.died_s,
             view.first_dead,
             view.symptom,
-            _last_heartbeat_ns(dead, view),
+            view.snapshot.host.heartbeat_ns if comparable and view.snapshot is not None else 0,
             view.rank < 0,
             view.rank,
         )
 
     return sorted(dead, key=order)
-
-
-def _last_heartbeat_ns(dead: list[View], view: View) -> int:
-    """Comparable only between ranks of one boot of one machine; 0, which decides nothing, otherwise."""
-    boots = {other.snapshot.header.boot_id for other in dead if other.snapshot is not None}
-    if view.snapshot is None or len(boots) != 1 or any(other.snapshot is None for other in dead):
-        return 0
-    return view.snapshot.host.heartbeat_ns
 
 
 def _dead_fact(view: View) -> Fact:
@@ -298,7 +294,7 @@ def _moving(case: Case) -> Cause | None:
             kind="livelock",
             mechanism="livelock",
             ranks=ranks,
-            facts=tuple(fact for view in busy if view.rank in ranks for fact in _futile_facts(case, view)),
+            facts=tuple(fact for view in busy if futile[view.rank] > 0 for fact in _futile_facts(case, view)),
             confidence="proven" if named and most >= _LIVELOCK_RECORDS else "supported",
             stream="host",
         )

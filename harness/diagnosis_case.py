@@ -14,12 +14,14 @@ from typing import Any, Literal, TypeAlias
 
 from harness.diagnosis_model import Evidence, EvidenceSample, Fact, Missing, Operation, RankEvidence
 from harness.diagnosis_places import host_place, raising_place, stream_places
+from harness.diagnosis_words import fold_missing
 from harness.ledger_snapshot import OpRecord, Snapshot, StreamState
 from harness.lost_records import graph_of, replay_number
 from harness.nemesis_frames import engine_stacks
 from harness.seats import Seat, seat_stem, seat_words
 from harness.stacks import Frame, ProcessStacks
 from harness.stillness import host_thread, left_place, streams_unknown
+from harness.waits import Wait, waits
 
 Condition: TypeAlias = Literal["alive", "stopped", "dead", "unknown"]
 
@@ -62,17 +64,12 @@ class View:
     node: str
     device: str | None
     died_s: float | None
+    moved: bool | None
 
     @property
     def name(self) -> str:
         """``rank 1`` or ``controller``."""
         return seat_words(self.seat)
-
-    @property
-    def moved(self) -> bool | None:
-        if self.snapshot is None or self.earlier is None:
-            return None
-        return self.snapshot.watermark() != self.earlier.watermark()
 
     @property
     def still(self) -> bool:
@@ -201,6 +198,11 @@ class Case:
     evidence: Evidence
     views: Mapping[int, View]
     others: Mapping[str, View] = field(default_factory=dict)
+    _waits: list[tuple[Wait, ...]] = field(default_factory=list, init=False, repr=False, compare=False)
+    _decisions: dict[int, dict[int, Mapping[str, Any]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Worked out once, although several rules ask."""
 
     @classmethod
     def of(cls, evidence: Evidence) -> Case:
@@ -232,6 +234,12 @@ class Case:
     def snapshots(self) -> dict[int, Snapshot]:
         return {rank: view.snapshot for rank, view in self.views.items() if view.snapshot is not None}
 
+    def waits(self) -> tuple[Wait, ...]:
+        """Who waits in collectives, by the newest ledgers."""
+        if not self._waits:
+            self._waits.append(waits(self.snapshots()))
+        return self._waits[0]
+
     def others_known(self, ranks: Iterable[int]) -> bool:
         """What is concluded about ``ranks`` by exclusion needs to know what every other rank does."""
         chosen = set(ranks)
@@ -249,12 +257,14 @@ class Case:
     def decisions(self, rank: int) -> dict[int, Mapping[str, Any]]:
         """Decision records by step: the file's where there is one, and the ring's. What came later of a step adds
         to it."""
-        found: dict[int, Mapping[str, Any]] = {}
+        if rank in self._decisions:
+            return self._decisions[rank]
+        found = self._decisions[rank] = {}
         snapshot = self.views[rank].snapshot
         for record in (*self.evidence.decisions.get(rank, ()), *(snapshot.decisions if snapshot else ())):
             step = record.get("step")
             if isinstance(step, int):
-                found[step] = {**found.get(step, {}), **record}
+                found[step] = {**found[step], **record} if step in found else record
         return found
 
     def decisions_path(self, rank: int) -> str:
@@ -280,10 +290,7 @@ class Case:
                         pieces.append(Missing(f"{folder}/{name}/rank{rank}.json", why))
                 if found.state is None:
                     pieces.append(Missing(f"{folder}/processes.json: rank {rank}", "not in the capture"))
-        said: dict[str, Missing] = {}
-        for absent in pieces:
-            said.setdefault(absent.what, absent)
-        return tuple(said.values())
+        return fold_missing(pieces)
 
 
 def _folder(evidence: Evidence, position: int) -> str:
@@ -315,6 +322,7 @@ def _view(evidence: Evidence, seat: Seat) -> View:
     death_told = exception is not None and _DEATH_NOTICE.search(exception) is not None
     last = len(evidence.samples) - 1
     snapshot = ledgers[-1][1] if ledgers else None
+    earlier = ledgers[0][1] if len(ledgers) > 1 else None
     condition = states[-1][1] if states else "dead" if death_told else "unknown"
     at = states[-1][0] if states else max(last, 0)
     folder = _folder(evidence, at) if evidence.samples else "evidence"
@@ -326,7 +334,7 @@ def _view(evidence: Evidence, seat: Seat) -> View:
         rank=seat if isinstance(seat, int) else -1,
         role=next((one.role for _, one in reversed(found)), "rank" if isinstance(seat, int) else seat),
         snapshot=snapshot,
-        earlier=ledgers[0][1] if len(ledgers) > 1 else None,
+        earlier=earlier,
         ledger_path=f"{_folder(evidence, ledgers[-1][0])}/ledger/{stem}.json" if ledgers else folder,
         stacks=engine_stacks(stacks[-1][1] if stacks else None),
         native=engine_stacks(
@@ -345,6 +353,7 @@ def _view(evidence: Evidence, seat: Seat) -> View:
         node=next((one.node for _, one in found if one.node), header.node if header is not None else ""),
         device=header.device if header is not None else next((o.device for _, o in found if o.device), None),
         died_s=evidence.deaths.get(seat),
+        moved=snapshot.watermark() != earlier.watermark() if snapshot and earlier else None,
     )
 
 

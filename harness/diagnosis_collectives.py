@@ -17,7 +17,7 @@ from harness.diagnosis_case import Case, View
 from harness.diagnosis_model import Cause, Collective, Confidence, Fact, Mechanism, Mismatch
 from harness.diagnosis_steps import Left, left_the_pattern
 from harness.ledger_snapshot import Snapshot
-from harness.waits import GRAPH_PREFIX, Side, Wait, cycle_in, describe, wait_edges, waits
+from harness.waits import GRAPH_PREFIX, Link, Side, Wait, cycle_in, describe
 
 AGREEMENT_GROUPS = ("agree",)
 """Groups that every rank enters once in every step: their counts can be held against the steps."""
@@ -114,7 +114,7 @@ def divergence(case: Case, fields: tuple[str, ...]) -> Cause | None:
     differing = first_divergence(case, fields)
     if differing is None:
         return None
-    facts = divergence_facts(case, fields)
+    facts = _differing_facts(case, differing)
     found = still_waits(case)
     drifted = _drifted(case)
     if drifted:
@@ -174,30 +174,28 @@ def peers_divergence(case: Case) -> Cause | None:
 
 def order(case: Case) -> Cause | None:
     """Two groups entered in two orders: the ranks wait for each other in a circle."""
-    found = still_waits(case)
-    edges = wait_edges(found)
-    circle = cycle_in(edges)
-    if not circle:
+    links = cycle_in(still_waits(case))
+    if not links:
         return None
-    links = [
-        (rank, following, edges[rank][following])
-        for rank, following in zip(circle, (*circle[1:], circle[0]), strict=True)
-    ]
+    circle = [link.rank for link in links]
     facts: list[Fact] = []
-    for rank, following, wait in links:
+    for link in links:
+        wait, following = link.wait, link.following
         facts.append(
             Fact(
-                f"rank {rank} waits in {wait.operation} {wait.sequence} of group {wait.group} for rank "
+                f"rank {link.rank} waits in {wait.operation} {wait.sequence} of group {wait.group} for rank "
                 f"{following}, which "
                 f"{'queued it behind another' if following in wait.late else 'has not come to it'}",
-                _path(case, rank),
+                _path(case, link.rank),
             )
         )
-    skipping = tuple(sorted({b for _, b, wait in links if _skipped_on_the_way(case, b, wait)}))
+    skipping = tuple(
+        sorted({link.following for link in links if _skipped_on_the_way(case, link.following, link.wait)})
+    )
     complete = case.only_left(circle) and all(case.views[rank].still for rank in circle)
-    crossed = all(following in wait.late for _, following, wait in links)
+    crossed = all(link.following in link.wait.late for link in links)
     ranks = skipping or tuple(sorted(circle))
-    wait = next((w for _, b, w in links if b in skipping), links[0][2])
+    wait = next((link.wait for link in links if link.following in skipping), links[0].wait)
     for rank in sorted(circle):
         facts += case.views[rank].doing()
     return Cause(
@@ -217,7 +215,7 @@ def still_waits(case: Case) -> tuple[Wait, ...]:
     """Waits whose waiting ranks do not move, those with missing members first."""
     found = [
         wait
-        for wait in waits(case.snapshots())
+        for wait in case.waits()
         if not any(case.views[rank].moved or case.views[rank].condition == "dead" for rank in wait.waiting)
     ]
     return tuple(sorted(found, key=lambda wait: (not wait.missing, not wait.late, wait.group)))
@@ -226,7 +224,7 @@ def still_waits(case: Case) -> tuple[Wait, ...]:
 def waits_of_the_living(case: Case) -> tuple[Wait, ...]:
     """Waits as those live through them that are neither gone nor stopped, whoever else is inside."""
     found = []
-    for wait in waits(case.snapshots()):
+    for wait in case.waits():
         living = tuple(rank for rank in wait.waiting if case.views[rank].condition == "alive")
         if living and not any(case.views[rank].moved for rank in living):
             found.append(replace(wait, waiting=living))
@@ -274,9 +272,8 @@ def first_divergence(case: Case, fields: tuple[str, ...]) -> tuple[int, str, dic
     for step in steps:
         at = {rank: found[step] for rank, found in records.items() if step in found}
         for name in fields:
-            values = {rank: record[name] for rank, record in at.items() if name in record}
-            if len({repr(value) for value in values.values()}) > 1:
-                return step, name, values
+            if not _alike([record[name] for record in at.values() if name in record]):
+                return step, name, {rank: record[name] for rank, record in at.items() if name in record}
     return None
 
 
@@ -289,10 +286,17 @@ def _first_peer_divergence(case: Case) -> tuple[int, str, dict[int, Mapping[str,
             if step in records and isinstance(group := records[step].get("dp"), int):
                 groups.setdefault(group, {})[rank] = records[step]
         for members in groups.values():
+            if _alike([tuple(map(record.get, PEERS_AGREE)) for record in members.values()]):
+                continue
             for name in PEERS_AGREE:
-                if len({repr(record[name]) for record in members.values() if name in record}) > 1:
+                if not _alike([record[name] for record in members.values() if name in record]):
                     return step, name, members
     return None
+
+
+def _alike(values: list[Any]) -> bool:
+    """All are equal. One call that compares: this is asked for each step of thousands of ranks."""
+    return not values or values.count(values[0]) == len(values)
 
 
 def _dropped_alone(records: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
@@ -308,8 +312,10 @@ def _dropped(record: Mapping[str, Any]) -> str:
 
 def divergence_facts(case: Case, fields: tuple[str, ...]) -> list[Fact]:
     found = first_divergence(case, fields)
-    if found is None:
-        return []
+    return [] if found is None else _differing_facts(case, found)
+
+
+def _differing_facts(case: Case, found: tuple[int, str, dict[int, Any]]) -> list[Fact]:
     step, name, values = found
     return [
         Fact(
@@ -437,10 +443,15 @@ def _skipped_on_the_way(case: Case, rank: int, wait: Wait) -> bool:
     return isinstance(tokens, list | tuple) and group < len(tokens) and tokens[group] == 0 and any(tokens)
 
 
-def _order_sides(links: list[tuple[int, int, Wait]]) -> Mismatch:
+def _order_sides(links: tuple[Link, ...]) -> Mismatch:
     sides = tuple(
-        {"rank": rank, "group": wait.group, "sequence": wait.sequence, "operation": wait.operation}
-        for rank, _, wait in links
+        {
+            "rank": link.rank,
+            "group": link.wait.group,
+            "sequence": link.wait.sequence,
+            "operation": link.wait.operation,
+        }
+        for link in links
     )
     return Mismatch("order", sides)
 

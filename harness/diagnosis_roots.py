@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from harness.diagnosis_case import Case, View
 from harness.diagnosis_collectives import collective, is_registration, still_waits, wait_facts
 from harness.diagnosis_model import Cause, Fact, stream_name
-from harness.waits import Wait, wait_edges
+from harness.waits import Wait, lacking
 
 _LOCKS = ("acquire", "lock", "wait_for_tstate", "join")
 _INPUT_OUTPUT = ("write", "read", "flush", "fsync", "recv", "send", "select", "poll", "open")
@@ -43,12 +43,14 @@ def waited_for(case: Case, found: tuple[Wait, ...]) -> list[View]:
 
 
 def _roots(case: Case, found: tuple[Wait, ...]) -> list[_Root]:
-    edges = wait_edges(found)
-    targets = {rank: wait for named in edges.values() for rank, wait in named.items()}
-    roots = [_Root(case.views[rank], wait) for rank, wait in sorted(targets.items()) if rank not in edges]
+    held = {rank for wait in found for rank in wait.waiting if wait.missing or wait.late}
+    roots = [
+        _Root(case.views[rank], wait) for rank, wait in sorted(lacking(found).items()) if rank not in held
+    ]
     if not found:
         idle = [view for view in case.views.values() if view.parked or view.done]
-        busy = [view for view in case.views.values() if view not in idle]
+        resting = {view.rank for view in idle}
+        busy = [view for view in case.views.values() if view.rank not in resting]
         if len(busy) == 1 and all(view.known or view.done for view in idle):
             roots = [_Root(busy[0], None)]
     return roots

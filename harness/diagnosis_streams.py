@@ -24,7 +24,7 @@ from harness.lost_records import (
     lost_record,
     own_events,
 )
-from harness.waits import GRAPH_PREFIX, REPLAY_LABEL, waits
+from harness.waits import GRAPH_PREFIX, REPLAY_LABEL
 
 
 def stream_order(case: Case) -> Cause | None:
@@ -52,7 +52,7 @@ def stream_order(case: Case) -> Cause | None:
             facts.append(Fact(f"rank {rank}: {fence}", view.ledger_path))
         facts.append(view.host_fact())
     for view in case.views.values():
-        if view.rank not in ranks:
+        if view.rank not in short:
             facts += _peer_facts(view)
     first = case.views[ranks[0]]
     return Cause(
@@ -75,7 +75,7 @@ def _short_of_a_record(view: View) -> LostRecord | None:
 
 def _replay_waits_for_an_absent_rank(case: Case) -> bool:
     """A member never enqueued a collective that a replay holds: the replay may stand because of that."""
-    return any(wait.operation.startswith(GRAPH_PREFIX) and wait.missing for wait in waits(case.snapshots()))
+    return any(wait.operation.startswith(GRAPH_PREFIX) and wait.missing for wait in case.waits())
 
 
 def _facts(view: View, lost: LostRecord) -> list[Fact]:

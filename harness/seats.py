@@ -18,11 +18,29 @@ def seat_words(seat: Seat) -> str:
     return f"rank {seat}" if isinstance(seat, int) else seat
 
 
+MANY = 9
+"""From so many ranks on they are told as ranges."""
+
+
+def numbers_words(ranks: Iterable[int]) -> str:
+    """``0, 1, 3`` of a few ranks, in their order; ``0-16, 18-4095`` of many, ascending."""
+    given = list(ranks)
+    if len(given) < MANY:
+        return ", ".join(map(str, given))
+    runs: list[tuple[int, int]] = []
+    for rank in sorted(set(given)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
 def seats_words(seats: Iterable[Seat]) -> str:
-    """``rank 0``, ``ranks 0, 1``, ``ranks 0, 1 and controller``."""
+    """``rank 0``, ``ranks 0, 1``, ``ranks 0, 1 and controller``, ``ranks 0-16, 18-4095``."""
     ordered = in_order(seats)
-    ranks = [str(seat) for seat in ordered if isinstance(seat, int)]
-    words = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"] if ranks else []
+    ranks = [seat for seat in ordered if isinstance(seat, int)]
+    words = [f"rank{'s' if len(ranks) > 1 else ''} {numbers_words(ranks)}"] if ranks else []
     words += [seat for seat in ordered if isinstance(seat, str)]
     return " and ".join(words)
 

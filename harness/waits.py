@@ -11,11 +11,13 @@ its compute stream stands in the replay.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from harness.ledger_snapshot import CollectiveRecord, GroupState, Snapshot
+from harness.seats import MANY, seats_words
 
 GRAPH_PREFIX = "graph"
 REPLAY_LABEL = "graph.replay"
@@ -31,7 +33,8 @@ class Side:
     dtype: str
 
     def words(self) -> str:
-        who = ", ".join(f"rank {rank}" for rank in self.ranks)
+        few = len(self.ranks) < MANY
+        who = ", ".join(f"rank {rank}" for rank in self.ranks) if few else seats_words(self.ranks)
         return f"{who}: {describe(self.operation, self.shape, self.dtype)}"
 
 
@@ -109,21 +112,39 @@ def waits(snapshots: Mapping[int, Snapshot]) -> tuple[Wait, ...]:
 
 def _parties(name: str, snapshots: Mapping[int, Snapshot]) -> list[dict[int, GroupState]]:
     """The ranks that share a group of that name, with their states: each attention group is one of its own."""
-    parties: list[tuple[set[int], dict[int, GroupState]]] = []
-    for rank, snapshot in sorted(snapshots.items()):
-        state = snapshot.groups.get(name)
-        if state is None:
-            continue
-        members, states = {rank, *state.ranks}, {rank: state}
-        apart = []
-        for party in parties:
-            if party[0] & members:
-                members |= party[0]
-                states = party[1] | states
-            else:
-                apart.append(party)
-        parties = [*apart, (members, states)]
-    return [states for _, states in sorted(parties, key=lambda party: min(party[0]))]
+    states = {
+        rank: snapshot.groups[name] for rank, snapshot in sorted(snapshots.items()) if name in snapshot.groups
+    }
+    heads: dict[int, int] = {}
+
+    def head(rank: int) -> int:
+        """The smallest rank that is known to share a group with ``rank``."""
+        at = heads.setdefault(rank, rank)
+        while heads[at] != at:
+            heads[at] = heads[heads[at]]
+            at = heads[at]
+        return at
+
+    def join(ranks: Iterable[int]) -> None:
+        known = [head(rank) for rank in ranks]
+        for other in known:
+            first, second = head(known[0]), head(other)
+            heads[max(first, second)] = min(first, second)
+
+    for members in _lists_of_members(states.values()):
+        join(members)
+    parties: dict[int, dict[int, GroupState]] = {}
+    for rank, state in states.items():
+        join((rank, *state.ranks[:1]))
+    for rank, state in states.items():
+        parties.setdefault(head(rank), {})[rank] = state
+    return [parties[first] for first in sorted(parties)]
+
+
+def _lists_of_members(states: Iterable[GroupState]) -> set[tuple[int, ...]]:
+    """The different ones: thousands of ranks list the same thousands of members."""
+    by_identity = {id(state.ranks): state.ranks for state in states}
+    return set(by_identity.values())
 
 
 def _wait(name: str, states: dict[int, GroupState], snapshots: Mapping[int, Snapshot]) -> Wait | None:
@@ -131,10 +152,11 @@ def _wait(name: str, states: dict[int, GroupState], snapshots: Mapping[int, Snap
     if not inside:
         return None
     sequence = max(state.completed + 1 for state in inside.values())
-    members = tuple(sorted({member for state in states.values() for member in state.ranks} | set(states)))
+    members = tuple(sorted(set(states).union(*_lists_of_members(states.values()))))
     waiting = tuple(sorted(rank for rank, state in inside.items() if state.enqueued >= sequence))
     if not waiting:
         return None
+    there = frozenset(waiting)
     known = [member for member in members if member in snapshots]
     enqueued = {m: states[m].enqueued if m in states else 0 for m in known}
     sides = _sides(sequence, {rank: states[rank] for rank in waiting})
@@ -145,7 +167,7 @@ def _wait(name: str, states: dict[int, GroupState], snapshots: Mapping[int, Snap
         members=members,
         waiting=waiting,
         missing=tuple(m for m in known if enqueued[m] < sequence),
-        late=tuple(m for m in known if enqueued[m] >= sequence and m not in waiting),
+        late=tuple(m for m in known if enqueued[m] >= sequence and m not in there),
         unknown=tuple(member for member in members if member not in snapshots),
         sides=sides,
     )
@@ -176,31 +198,108 @@ def uneven_before(states: Iterable[GroupState], operation: str) -> bool:
     return any(len(found) > 1 for found in shapes.values())
 
 
-def wait_edges(found: Iterable[Wait]) -> dict[int, dict[int, Wait]]:
-    """``edges[a][b]``: rank a cannot go on before rank b enters that collective."""
-    edges: dict[int, dict[int, Wait]] = {}
+def lacking(found: Iterable[Wait]) -> dict[int, Wait]:
+    """By rank, a collective that others cannot leave before this rank enters it: the first of ``found``."""
+    targets: dict[int, Wait] = {}
     for wait in found:
+        for rank in (*wait.missing, *wait.late):
+            targets.setdefault(rank, wait)
+    return targets
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """``rank`` cannot leave ``wait`` before ``following`` enters it."""
+
+    rank: int
+    following: int
+    wait: Wait
+
+
+def cycle_in(found: Iterable[Wait]) -> tuple[Link, ...]:
+    """A shortest circle of ranks that wait for each other, from the smallest rank that is in any; else empty.
+
+    Whoever waits in a collective waits for all that are missing or late there. Those pairs are never spelt out:
+    of a group of thousands they would be millions.
+    """
+    known = tuple(found)
+    waits_of: dict[int, list[Wait]] = {}
+    for wait in known:
         for rank in wait.waiting:
-            for other in (*wait.missing, *wait.late):
-                edges.setdefault(rank, {}).setdefault(other, wait)
-    return edges
-
-
-def cycle_in(edges: Mapping[int, Mapping[int, Wait]]) -> tuple[int, ...]:
-    """The ranks of one cycle, in order, smallest starting rank first; empty when there is none."""
-
-    def search(start: int, rank: int, path: tuple[int, ...]) -> tuple[int, ...]:
-        for following in sorted(edges.get(rank, {})):
-            if following == start:
-                return path
-            if following not in path:
-                found = search(start, following, (*path, following))
-                if found:
-                    return found
-        return ()
-
-    for start in sorted(edges):
-        found = search(start, start, (start,))
-        if found:
-            return found
+            waits_of.setdefault(rank, []).append(wait)
+    for start in sorted(_near_circles(known)):
+        links = _circle(start, waits_of)
+        if links:
+            return links
     return ()
+
+
+def _near_circles(found: tuple[Wait, ...]) -> set[int]:
+    """The ranks of all circles, and those between two circles."""
+    # Waits are nodes too, with negative numbers: rank -> wait -> ranks that it lacks.
+    after: dict[int, list[int]] = {}
+    for number, wait in enumerate(found, start=1):
+        after[-number] = [*wait.missing, *wait.late]
+        for rank in wait.waiting:
+            after.setdefault(rank, []).append(-number)
+    for _ in ("those that wait for nobody", "those that nobody waits for"):
+        after = _turned(_without_ends(after))
+    return {node for node in after if node >= 0}
+
+
+def _turned(after: Mapping[int, list[int]]) -> dict[int, list[int]]:
+    """Every arrow the other way."""
+    before: dict[int, list[int]] = {node: [] for node in after}
+    for node, targets in after.items():
+        for target in targets:
+            before[target].append(node)
+    return before
+
+
+def _without_ends(after: Mapping[int, list[int]]) -> dict[int, list[int]]:
+    """Without the nodes from which no arrow goes on for ever."""
+    before: dict[int, list[int]] = {}
+    for node, targets in after.items():
+        for target in targets:
+            before.setdefault(target, []).append(node)
+    onward = {node: len(after.get(node, ())) for node in {*after, *before}}
+    ends = [node for node, count in onward.items() if count == 0]
+    ended = set(ends)
+    while ends:
+        for node in before.get(ends.pop(), ()):
+            onward[node] -= 1
+            if onward[node] == 0:
+                ended.add(node)
+                ends.append(node)
+    return {
+        node: [target for target in targets if target not in ended]
+        for node, targets in after.items()
+        if node not in ended
+    }
+
+
+def _circle(start: int, waits_of: Mapping[int, list[Wait]]) -> tuple[Link, ...]:
+    """A shortest circle through ``start``; of several, the one of smaller ranks."""
+    came_by: dict[int, Link] = {}
+    gone_through: set[int] = set()
+    queue = deque([start])
+    while queue:
+        rank = queue.popleft()
+        reached: dict[int, Wait] = {}
+        for wait in waits_of.get(rank, ()):
+            if id(wait) not in gone_through:
+                gone_through.add(id(wait))
+                for other in (*wait.missing, *wait.late):
+                    reached.setdefault(other, wait)
+        for following in sorted(reached):
+            if following not in came_by:
+                came_by[following] = Link(rank, following, reached[following])
+                queue.append(following)
+        if start in came_by:
+            break
+    if start not in came_by:
+        return ()
+    links = [came_by[start]]
+    while links[-1].rank != start:
+        links.append(came_by[links[-1].rank])
+    return tuple(reversed(links))

@@ -36,7 +36,7 @@ from harness.standing import (
 from harness.starvation import Starvation
 from harness.stillness import left_place, streams_unknown
 from harness.track import Track
-from harness.waits import GRAPH_PREFIX, Wait, cycle_in, wait_edges, waits
+from harness.waits import GRAPH_PREFIX, Wait, cycle_in, waits
 
 __all__ = [
     "Confirmed", "Healthy", "RankView", "Sample", "Standing", "Suspect", "Watchdog", "WatchdogSettings",
@@ -231,20 +231,19 @@ class Watchdog:
         return _Finding("mismatch", "proof", wait.waiting, facts)
 
     def _cycle(self, found: tuple[Wait, ...]) -> _Finding | None:
-        edges = wait_edges(found)
-        ranks = cycle_in(edges)
-        if not ranks:
+        links = cycle_in(found)
+        if not links:
             return None
         facts = []
-        for rank, following in zip(ranks, (*ranks[1:], ranks[0]), strict=True):
-            wait = edges[rank][following]
+        for link in links:
+            wait, following = link.wait, link.following
             # A peer that has not even enqueued may still compute and come: it is owed its own budget.
             may_come = following in wait.missing
             needed_s = self.budget_s(following) if may_come else self._settings.proof_still_s
             if self._tracks[following].still_s < needed_s:
                 return None
-            facts.append(f"rank {rank} waits in {wait.group} {wait.sequence} for rank {following}")
-        return _Finding("cycle", "proof", tuple(sorted(ranks)), tuple(facts))
+            facts.append(f"rank {link.rank} waits in {wait.group} {wait.sequence} for rank {following}")
+        return _Finding("cycle", "proof", tuple(sorted(link.rank for link in links)), tuple(facts))
 
     def _lost_record(self, found: tuple[Wait, ...]) -> _Finding | None:
         """A replay is short of a record, and every host of the trial waits for what only it can bring."""
