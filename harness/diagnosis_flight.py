@@ -13,7 +13,7 @@ one dump says is ``offline/flight_recorder.py``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from harness.diagnosis_model import Cause, Collective, Confidence, Fact, Mismatch, Operation
 from harness.offline.flight_groups import (
@@ -32,7 +32,7 @@ from harness.offline.flight_groups import (
     wait_of,
 )
 from harness.offline.flight_recorder import FlightDump, FlightEntry
-from harness.waits import Wait, cycle_in, wait_edges
+from harness.waits import Wait, cycle_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,37 +125,32 @@ class _Scene:
         return None
 
     def order(self) -> Cause | None:
-        edges = wait_edges(self.found)
-        circle = cycle_in(edges)
-        if not circle:
+        links = cycle_in(self.found)
+        if not links:
             return None
-        links = [
-            (rank, following, edges[rank][following])
-            for rank, following in zip(circle, (*circle[1:], circle[0]), strict=True)
-        ]
         facts = [
             Fact(
-                f"rank {rank} waits in {wait.operation} {wait.sequence} of group {self._party(wait).words} for "
-                f"rank {following}, which "
-                f"{'queued it behind another' if following in wait.late else 'has not come to it'}",
-                self._path(rank),
+                f"rank {link.rank} waits in {link.wait.operation} {link.wait.sequence} of group "
+                f"{self._party(link.wait).words} for rank {link.following}, which "
+                f"{'queued it behind another' if link.following in link.wait.late else 'has not come to it'}",
+                self._path(link.rank),
             )
-            for rank, following, wait in links
+            for link in links
         ]
-        first = links[0][2]
+        first = links[0].wait
         sides = tuple(
             {
-                "rank": rank,
-                "group": self._party(wait).words,
-                "sequence": wait.sequence,
-                "operation": wait.operation,
+                "rank": link.rank,
+                "group": self._party(link.wait).words,
+                "sequence": link.wait.sequence,
+                "operation": link.wait.operation,
             }
-            for rank, _, wait in links
+            for link in links
         )
         return Cause(
             kind="hang",
             mechanism="collective-order",
-            ranks=tuple(sorted(circle)),
+            ranks=tuple(sorted(link.rank for link in links)),
             facts=tuple(facts),
             confidence="supported",
             stream="comm",
@@ -167,11 +162,11 @@ class _Scene:
 
     def missing(self) -> Cause | None:
         """The ranks for which others wait, and that wait for nobody themselves."""
-        edges = wait_edges(replace(wait, late=()) for wait in self.found)
+        behind = {rank for wait in self.found if wait.missing for rank in wait.waiting}
         behind_the_lost = {
             rank for wait in self.found if wait.unknown and not wait.missing for rank in wait.waiting
         }
-        waiting = {*edges, *behind_the_lost, *(call.rank for call in self.calls)}
+        waiting = {*behind, *behind_the_lost, *(call.rank for call in self.calls)}
         for wait in sorted(self.found, key=lambda wait: len(wait.missing), reverse=True):
             roots = tuple(rank for rank in wait.missing if rank not in waiting)
             if not roots:
