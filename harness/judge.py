@@ -91,9 +91,13 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
         store.write_diagnosis(diagnosis.to_json())
     if captured:
         merged = merge(
-            ProcessStacks.from_json(document)
-            for sample in stored.samples
-            for document in (*sample.stacks.values(), *sample.children.values())
+            *(
+                [
+                    ProcessStacks.from_json(document)
+                    for document in (*sample.stacks.values(), *sample.children.values())
+                ]
+                for sample in stored.samples
+            )
         )
         write_json(store.evidence / "merged.json", tree_to_json(merged))
     planned = context.planned

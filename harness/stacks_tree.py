@@ -1,13 +1,14 @@
 """Stacks of many ranks and samples as one prefix tree, and ranks grouped by what they do.
 
 Pure. Identical stacks printed once a rank hide the one that differs; merged, the odd rank is a branch of its
-own. Frames are merged by place, so a polling thread stays on one branch; the lines it was seen on are listed.
+own. Frames are merged by place, so a polling thread stays on one branch; the lines it was seen on are listed. A
+thread that was elsewhere in another sample is on two branches, and each says in which samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from harness.stacks import Frame, Place, ProcessStacks, ThreadStack
@@ -44,12 +45,14 @@ class MergedFrame:
 class StackNode:
     """A chain of frames, outermost first, that all ``members`` share; ``children`` part there.
 
-    The members of the children may be fewer: the others ended here.
+    The members of the children may be fewer: the others ended here. ``only_in``: members that were seen in
+    further samples, but not here; and the samples in which they were here.
     """
 
     frames: tuple[MergedFrame, ...]
     members: frozenset[Member]
     children: tuple[StackNode, ...]
+    only_in: Mapping[Member, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,28 +65,42 @@ class StackGroup:
 
 
 class _Building:
-    __slots__ = ("children", "lines", "members", "name", "short_file")
+    __slots__ = ("children", "lines", "name", "seen", "short_file")
 
     def __init__(self, name: str, short_file: str) -> None:
         self.name = name
         self.short_file = short_file
         self.lines: set[int] = set()
-        self.members: set[Member] = set()
+        self.seen: set[tuple[Member, int]] = set()
         self.children: dict[Place, _Building] = {}
 
+    @property
+    def members(self) -> frozenset[Member]:
+        return frozenset(member for member, _ in self.seen)
 
-def merge(processes: Iterable[ProcessStacks]) -> tuple[StackNode, ...]:
-    """One tree a starting frame, the most members first. Give several samples of a rank to merge them too."""
+
+def merge(*samples: Iterable[ProcessStacks]) -> tuple[StackNode, ...]:
+    """One tree a starting frame, the most members first. Each argument is a sample of all processes."""
     root = _Building("", "")
-    for process in processes:
-        for thread in process.threads:
-            member = _member(process, thread)
-            at = root
-            for frame in reversed(thread.frames):
-                at = at.children.setdefault(frame.place, _Building(frame.name, frame.short_file()))
-                at.lines.add(frame.line)
-                at.members.add(member)
-    return _children(root)
+    for number, processes in enumerate(samples):
+        for process in processes:
+            for thread in process.threads:
+                member = _member(process, thread)
+                at = root
+                if thread.frames:
+                    at.seen.add((member, number))
+                for frame in reversed(thread.frames):
+                    at = at.children.setdefault(frame.place, _Building(frame.name, frame.short_file()))
+                    at.lines.add(frame.line)
+                    at.seen.add((member, number))
+    return _children(root, _samples_by_member(root))
+
+
+def _samples_by_member(building: _Building) -> dict[Member, tuple[int, ...]]:
+    found: dict[Member, list[int]] = {}
+    for member, number in sorted(building.seen):
+        found.setdefault(member, []).append(number)
+    return {member: tuple(numbers) for member, numbers in found.items()}
 
 
 def _member(process: ProcessStacks, thread: ThreadStack) -> Member:
@@ -92,34 +109,39 @@ def _member(process: ProcessStacks, thread: ThreadStack) -> Member:
     return Member(-1, thread.role, process.rank or f"pid {process.pid}")
 
 
-def _children(building: _Building) -> tuple[StackNode, ...]:
-    nodes = (_node(child) for child in building.children.values())
+def _children(building: _Building, everywhere: Mapping[Member, tuple[int, ...]]) -> tuple[StackNode, ...]:
+    nodes = (_node(child, everywhere) for child in building.children.values())
     return tuple(
         sorted(nodes, key=lambda node: (-len(node.members), sorted(node.members), node.frames[0].words()))
     )
 
 
-def _node(building: _Building) -> StackNode:
+def _node(building: _Building, everywhere: Mapping[Member, tuple[int, ...]]) -> StackNode:
     frames = []
     at = building
     while True:
         frames.append(MergedFrame(at.name, at.short_file, tuple(sorted(at.lines))))
         following = next(iter(at.children.values()), None)
-        if following is None or len(at.children) > 1 or following.members != at.members:
-            return StackNode(tuple(frames), frozenset(at.members), _children(at))
+        if following is None or len(at.children) > 1 or following.seen != at.seen:
+            here = _samples_by_member(at)
+            only_in = {member: numbers for member, numbers in here.items() if numbers != everywhere[member]}
+            return StackNode(tuple(frames), at.members, _children(at, everywhere), only_in)
         at = following
 
 
 def tree_to_json(roots: Iterable[StackNode]) -> dict[str, Any]:
-    """The document ``evidence/merged.json``: one object a frame, chains spelt out."""
+    """The document ``evidence/merged.json``: one object a frame, chains spelt out. ``only_in`` is there where a
+    thread was elsewhere in another sample."""
     return {"schema": TREE_SCHEMA, "roots": [_node_to_json(root) for root in roots]}
 
 
 def _node_to_json(node: StackNode) -> dict[str, Any]:
     members = [member.words() for member in sorted(node.members)]
     children = [_node_to_json(child) for child in node.children]
+    only_in = {member.words(): list(numbers) for member, numbers in sorted(node.only_in.items())}
+    moved = {"only_in": only_in} if only_in else {}
     for frame in reversed(node.frames):
-        children = [{"frame": frame.words(), "members": members, "children": children}]
+        children = [{"frame": frame.words(), "members": members, "children": children, **moved}]
     return children[0]
 
 

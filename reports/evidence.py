@@ -6,6 +6,7 @@ clock, and never across ranks. A piece that is missing is absent here and named 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,10 +17,9 @@ from reports.diagnosis import read_missing
 from reports.fields import Document
 from reports.hang_text import hang_groups
 from reports.model import Missing, Result, TrialResult
+from reports.stacks_view import Section, sections
 
 STREAM_ORDER = ("compute", "copy", "comm", "update")
-MAX_TREE_DEPTH = 60
-"""Levels at which threads part; a stack's own length does not count. Templates nest no deeper than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,14 @@ class RankRows:
 
 
 @dataclass(frozen=True, slots=True)
-class StackNode:
-    """A run of frames that the same members share, outermost first; the members part below it."""
+class ChildRow:
+    """A process that a rank started, in the last sample that has it."""
 
-    frames: tuple[str, ...]
-    members: tuple[str, ...]
-    children: tuple[StackNode, ...]
+    of: str
+    pid: int
+    state: str
+    command: str
+    stacks: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class HangView:
     reason: str
     samples: int
     ranks: tuple[RankRows, ...]
-    stacks: tuple[StackNode, ...]
+    stacks: tuple[Section, ...]
+    children: tuple[ChildRow, ...]
     missing: tuple[Missing, ...]
 
     @property
@@ -129,7 +132,8 @@ def hang_view(stored: StoredTrial, trial: TrialResult) -> HangView:
         reason=fields.text(manifest, "reason"),
         samples=len(stored.samples),
         ranks=rank_rows(stored, trial),
-        stacks=stack_tree(stored.merged or {}),
+        stacks=sections(stored.merged or {}, _blamed(trial)),
+        children=child_rows(stored),
         missing=tuple(missing),
     )
 
@@ -162,9 +166,7 @@ def rank_rows(stored: StoredTrial, trial: TrialResult) -> tuple[RankRows, ...]:
                 end = fields.optional_text(row, "exit")
                 processes[seat] = fields.text(row, "state", "unknown") + (f", {end}" if end else "")
     diagnosis = trial.diagnosis
-    guilty: set[int | str] = set()
-    for culprit in diagnosis.culprits if diagnosis else ():
-        guilty.add(culprit.role if culprit.rank is None else culprit.rank)
+    guilty = _blamed(trial)
     stream = diagnosis.stream if diagnosis else None
     return tuple(
         _rank(
@@ -176,6 +178,30 @@ def rank_rows(stored: StoredTrial, trial: TrialResult) -> tuple[RankRows, ...]:
         )
         for rank in in_order(snapshots.keys() | processes.keys())
     )
+
+
+def _blamed(trial: TrialResult) -> frozenset[int | str]:
+    """Ranks, and names of processes that are no ranks."""
+    culprits = trial.diagnosis.culprits if trial.diagnosis else ()
+    return frozenset(culprit.role if culprit.rank is None else culprit.rank for culprit in culprits)
+
+
+def child_rows(stored: StoredTrial) -> tuple[ChildRow, ...]:
+    """Of the last sample that has any."""
+    for sample in reversed(stored.samples):
+        rows = fields.rows(sample.processes or {}, "children")
+        if rows:
+            return tuple(
+                ChildRow(
+                    of=re.sub(r"^rank(?=\d)", "rank ", fields.text(row, "of", "?")),
+                    pid=fields.integer(row, "pid"),
+                    state=fields.text(row, "state", "?"),
+                    command=fields.text(row, "command", "?"),
+                    stacks=f"{fields.text(row, 'of')}.{fields.integer(row, 'pid')}" in sample.children,
+                )
+                for row in rows
+            )
+    return ()
 
 
 def _rank(rank: int | str, snapshot: Document, process: str, culprit: bool, suspect: str | None) -> RankRows:
@@ -255,39 +281,3 @@ def _external(row: Document) -> ExternalRow:
         overtaken=fields.integer(row, "overtaken"),
         first_overtaken=fields.integer(row, "first_overtaken"),
     )
-
-
-# --- stacks ------------------------------------------------------------------------------------------------
-
-
-def stack_tree(merged: Document) -> tuple[StackNode, ...]:
-    """evidence/merged.json with each chain of frames that loses no member joined into one node."""
-    return tuple(_node(root, MAX_TREE_DEPTH) for root in fields.rows(merged, "roots"))
-
-
-def _node(document: Document, depth: int) -> StackNode:
-    frames = [fields.text(document, "frame", "?")]
-    members = fields.texts(document, "members")
-    children = fields.rows(document, "children")
-    while len(children) == 1 and fields.texts(children[0], "members") == members:
-        frames.append(fields.text(children[0], "frame", "?"))
-        children = fields.rows(children[0], "children")
-    if depth == 0:
-        return StackNode((*frames, "... deeper frames left out"), members, ())
-    return StackNode(tuple(frames), members, tuple(_node(child, depth - 1) for child in children))
-
-
-def members_text(members: tuple[str, ...]) -> str:
-    """``("rank 0 compute", "rank 1 compute")`` as ``compute of ranks 0, 1``; others as they are named."""
-    threads: dict[str, list[int]] = {}
-    named: list[str] = []
-    for member in members:
-        words = member.split(" ", 2)
-        if len(words) == 3 and words[0] == "rank" and words[1].isdecimal():
-            threads.setdefault(words[2], []).append(int(words[1]))
-        else:
-            named.append(member)
-    for thread, ranks in threads.items():
-        numbers = ", ".join(map(str, sorted(set(ranks))))
-        named.append(f"{thread} of {'rank' if len(set(ranks)) == 1 else 'ranks'} {numbers}")
-    return "; ".join(named)

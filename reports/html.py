@@ -20,7 +20,7 @@ from harness.store import StoredRun
 from reports import corpus, words
 from reports.charts import Chart, distribution
 from reports.engine import bypassing
-from reports.evidence import group_hangs, members_text
+from reports.evidence import group_hangs
 from reports.hang_text import heading
 from reports.known import new_issues, web_address
 from reports.model import Result, TrialResult
@@ -51,7 +51,6 @@ def environment() -> Environment:
         "seconds": words.seconds,
         "microseconds": words.microseconds,
         "arm": words.arm_name,
-        "members": members_text,
         "web": web_address,
         "svg": Markup,  # charts only: markup of our own making
     }

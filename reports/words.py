@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reports.statistics import Rate
@@ -33,6 +33,20 @@ def percent(share: float) -> str:
 
 def k_of_n(rate: Rate) -> str:
     return f"{rate.k} of {rate.n}"
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0, 1``, ``ranks 0 to 6, 8``."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = []
+    for run in runs:
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+    return f"rank {parts[0]}" if parts == [str(runs[0][0])] else f"ranks {', '.join(parts)}"
 
 
 def hung(hangs: Rate, slow: int) -> str:

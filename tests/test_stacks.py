@@ -410,7 +410,7 @@ def test_merging_samples_keeps_members_and_lists_lines() -> None:
         frames = (Frame("poll", "engine.py", line), Frame("<module>", "engine.py", 1))
         return ProcessStacks(1, 0, "py-spy", False, (ThreadStack(1, "hangrig-copy", False, False, frames),))
 
-    assert tree_to_json(merge([sample(30), sample(10), sample(20)])) == {
+    assert tree_to_json(merge([sample(30)], [sample(10)], [sample(20)])) == {
         "schema": 1,
         "roots": [
             {
@@ -434,6 +434,29 @@ def test_a_thread_that_ends_on_the_way_is_not_lost_in_a_chain() -> None:
     assert [frame.name for frame in root.frames] == ["outer"] and len(root.members) == 2
     assert [child.frames[0].name for child in root.children] == ["inner"]
     assert {member.rank for member in root.children[0].members} == {1}
+
+
+def test_a_thread_that_moved_is_on_two_branches_that_say_when() -> None:
+    def sample(moving: str) -> list[ProcessStacks]:
+        frames = {0: ("wait", "x.py"), 1: (moving, "x.py")}
+        return [
+            ProcessStacks(1, rank, "py-spy", False, (stack(frame, ("step", "x.py")),))
+            for rank, frame in frames.items()
+        ]
+
+    (root,) = merge(sample("lower"), sample("compile"))
+    assert [member.rank for member in sorted(root.members)] == [0, 1] and root.only_in == {}
+    seen = {
+        child.frames[0].name: {member.rank: numbers for member, numbers in child.only_in.items()}
+        for child in root.children
+    }
+    assert seen == {"wait": {}, "lower": {1: (0,)}, "compile": {1: (1,)}}
+    branches = tree_to_json([root])["roots"][0]["children"]
+    assert {b["frame"].split()[0]: b.get("only_in") for b in branches} == {
+        "wait": None, "lower": {"rank 1 host": [0]}, "compile": {"rank 1 host": [1]},
+    }  # fmt: skip
+    still = merge(sample("lower"), sample("lower"))
+    assert all(not child.only_in for child in still[0].children)
 
 
 def test_every_stack_can_be_read_back_from_the_tree() -> None:
