@@ -50,7 +50,7 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
     trial.json; returns the last. Raises StoreError when the disk refuses."""
     stored = read_trial(store.path)
     history = _with_decisions(read_history(store.path), stored)
-    diagnosis = _diagnose(stored, history, context)
+    diagnosis = diagnose_stored(stored, history, context)
     outcome, why = _outcome(history, diagnosis)
     tokens = stored.tokens or journal_tokens(store.path)
     wanted, reference_why, of = _reference(reference)
@@ -234,7 +234,7 @@ def _outcome(history: Document, diagnosis: Diagnosis | None) -> tuple[str, str]:
     return diagnosis.kind, ""
 
 
-def _diagnose(stored: StoredTrial, history: Document, context: TrialContext) -> Diagnosis | None:
+def diagnose_stored(stored: StoredTrial, history: Document, context: TrialContext) -> Diagnosis | None:
     """None for a trial that finished without a suspicion of which there are two samples."""
     if history.get("finished"):
         return diagnose(evidence_of(stored, history, context)) if _was_slow(stored) else None
@@ -348,5 +348,6 @@ def _process_stacks(document: Document | None) -> ProcessStacks | None:
 
 
 __all__ = [
-    "HISTORY", "StoreError", "TrialContext", "evidence_of", "journal_tokens", "judge", "read_history",
+    "HISTORY", "StoreError", "TrialContext", "diagnose_stored", "evidence_of", "journal_tokens", "judge",
+    "read_history",
 ]  # fmt: skip

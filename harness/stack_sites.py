@@ -16,7 +16,18 @@ PlaceKind: TypeAlias = Literal[
 stand. ``waits-for-peer``: for another process's answer or message. ``compute``: at work. ``lock``, ``sleep`` and
 ``io``: held up in its own doing."""
 Asked: TypeAlias = Literal[
-    "loop", "message", "answer", "child", "thread", "lock", "room", "output", "network", "device", "data"
+    "loop",
+    "message",
+    "answer",
+    "child",
+    "thread",
+    "lock",
+    "room",
+    "output",
+    "network",
+    "device",
+    "data",
+    "call",
 ]
 """What plumbing was asked for by the code that called it."""
 Pattern: TypeAlias = re.Pattern[str]
@@ -30,6 +41,7 @@ LIBRARY = re.compile(
           | urllib3 | httpx | httpcore | triton | sgl_kernel | tqdm | psutil | typing_extensions
         )(?:/|[.]py)
       | (?:^|/)hangrig_probe/(?!faults[.]py)
+      | (?:^|/)(?:harness/devices/\w+|harness/rank_pool|serving/(?:comm|board|transfer|symmetric))[.]py$
       | (?:^|/)vllm/_custom_ops[.]py$
       | (?:^|(?:^|/)(?:vllm|sglang/srt)/)distributed/
         (?:device_communicators/\w+|parallel_state|communication_op|utils)[.]py$
@@ -53,6 +65,7 @@ OPERATION = re.compile(
 )
 COLLECTIVE_FILES = re.compile(
     r"(?:^|/)torch/distributed/(?:distributed_c10d|_functional_collectives|rendezvous|nn/functional)[.]py$|"
+    r"(?:^|/)serving/(?:comm|symmetric)[.]py$|"
     r"(?:^|(?:^|/)(?:vllm|sglang/srt)/)distributed/"
     r"(?:parallel_state|communication_op|device_communicators/(?!shm_)\w+)[.]py$"
 )
@@ -99,6 +112,12 @@ ASKED: tuple[tuple[Asked, Pattern, Pattern], ...] = (
         _called(r"\w*synchronize|wait"),
         _in(r"torch(?:_npu)?/(?:cuda|npu|xpu|accelerator)/(?:\w+/)*\w+"),
     ),
+    (
+        "device",
+        _called(r"\w*synchronize|wait\w*|block"),
+        _in(r"harness/devices/\w+"),
+    ),
+    ("call", _called("main_loop"), _in("ray/_private/worker")),
     (
         "data",
         _called("__next__|_next_data|_get_data|_try_get_data"),
@@ -203,6 +222,7 @@ DEFAULTS: dict[Asked, tuple[PlaceKind, str]] = {
     "child": ("waits-for-peer", "a child process"),
     "thread": ("waits-for-peer", "a thread of its own"),
     "data": ("waits-for-peer", "its data loader"),
+    "call": ("idle", "its next call"),
     "network": ("waits-for-peer", "the network"),
     "lock": ("lock", "a lock or an event"),
     "room": ("io", "room to send"),

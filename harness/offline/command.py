@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness.offline.by_ledgers import Verdict
 from harness.offline.files import MOST_FILES, find_dumps
 from harness.offline.gather import gather
 from harness.offline.recognise import LOOKED_FOR, DumpsError, Recognised
 from harness.offline.text import Answer, document, text, used_files
 from harness.offline.trial import diagnose_trial, trial_folder
-from harness.offline.verdict import Verdict, conclude
+from harness.offline.verdict import conclude
 
 _EVIDENCE = frozenset(
     {"stacks", "flight recorder", "ledger", "decisions", "process table", "refused dump", "pickle", "damaged"}
@@ -40,7 +41,9 @@ def _of_trial(directory: Path, folder: Path, files: tuple[Recognised, ...]) -> A
     diagnosis = diagnose_trial(folder)
     if diagnosis is None:
         return None
-    verdict: Verdict = "healthy" if diagnosis.kind == "none" else "not healthy"
+    # A trial may finish with wrong tokens: nothing stands, and it is not well.
+    well = diagnosis.kind == "none" and diagnosis.mechanism == "unknown"
+    verdict: Verdict = "healthy" if well else "not healthy"
     if diagnosis.kind != "none" and not diagnosis.culprits and diagnosis.mechanism == "unknown":
         verdict = "cannot tell"
     kinds = used_files([(file.path, file.kind) for file in files])

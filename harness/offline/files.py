@@ -13,6 +13,7 @@ from pathlib import Path
 
 from harness.ledger_layout import LedgerError
 from harness.ledger_reader import LedgerReader
+from harness.ledger_snapshot import Snapshot
 from harness.offline.recognise import DumpsError, Recognised, recognise
 
 MOST_FILES = 5000
@@ -87,4 +88,14 @@ def _ledger(path: Path, found: Recognised) -> Recognised:
             reader.close()
     except LedgerError as error:
         return replace(found, kind="damaged", problem=str(error).removeprefix(f"{path}: "))
-    return replace(found, snapshot=snapshot, rank=snapshot.header.rank)
+    return replace(found, snapshot=_as_of_its_own_time(snapshot), rank=snapshot.header.rank)
+
+
+def _as_of_its_own_time(snapshot: Snapshot) -> Snapshot:
+    """Read now, perhaps on another machine with another clock: taken at the last sign that is in the file."""
+    moments = [snapshot.host.since_ns, snapshot.host.heartbeat_ns]
+    for stream in snapshot.streams.values():
+        moments += [stream.stamp_ns, *(record.enqueued_ns for record in stream.recent)]
+    for group in snapshot.groups.values():
+        moments += [record.completed_ns or record.started_ns or record.enqueued_ns for record in group.recent]
+    return replace(snapshot, taken_ns=max(moments))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from harness.stack_sites import LIBRARY
@@ -66,13 +66,14 @@ class FlightGroup:
     p2p: tuple[FlightEntry, ...]
     enqueued: int
     completed: int
+    by_number: Mapping[int, FlightEntry] = field(default_factory=dict, repr=False)
 
     @property
     def words(self) -> str:
         return self.name if self.description in _UNNAMED else self.description
 
     def at(self, sequence: int) -> FlightEntry | None:
-        return next((entry for entry in self.entries if entry.sequence == sequence), None)
+        return self.by_number.get(sequence)
 
     def unfinished(self) -> int | None:
         """The first collective that was entered and is not done; None: every one is."""
@@ -205,6 +206,7 @@ def _group(
         description=description,
         members=members,
         entries=entries,
+        by_number={entry.sequence: entry for entry in entries},
         # The calls of a batch have no events of their own: they are done when the batch is.
         p2p=tuple(
             entry if entry.completed or not batches.get(entry.sequence, False) else _done(entry)

@@ -8,7 +8,8 @@ from typing import Any
 
 from harness.diagnosis_model import Diagnosis
 from harness.diagnosis_stacks import SeatStacks
-from harness.offline.verdict import EXITS, Verdict
+from harness.offline.by_ledgers import Verdict
+from harness.offline.verdict import EXITS
 from harness.seats import seat_words
 from harness.watch.text import culprits_words, steps_for
 

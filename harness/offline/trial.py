@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from harness.diagnose import diagnose
-from harness.diagnosis_model import Diagnosis, Fact, nothing_stopped
-from harness.judge import TrialContext, evidence_of, read_history
+from harness.diagnosis_model import Culprit, Diagnosis, Fact, Missing, nothing_stopped
+from harness.judge import TrialContext, diagnose_stored, read_history
 from harness.offline.recognise import DumpsError, Recognised
 from harness.store import read_trial
 
@@ -32,11 +34,6 @@ def diagnose_trial(path: Path) -> Diagnosis | None:
     history = read_history(path)
     trial = stored.trial or {}
     simulation = trial.get("device") == "sim"
-    if history.get("finished"):
-        fact = Fact("the trial finished", "history.json")
-        return nothing_stopped((fact,), (), simulation=simulation)
-    if not (stored.samples or history.get("failed")):
-        return None
     ranks = trial.get("ranks") or history.get("ranks") or ()
     held = [
         seat
@@ -49,4 +46,44 @@ def diagnose_trial(path: Path) -> Diagnosis | None:
         planned=trial, target=str(trial.get("target", "")), world=world, simulation=simulation,
         retractions_required=0, rerun="",
     )  # fmt: skip
-    return diagnose(evidence_of(stored, history, context))
+    if trial.get("outcome") == "corrupt" and stored.diagnosis is not None:
+        # It finished, with wrong tokens: its reference, which says so, lies outside of the trial.
+        return _as_stored(stored.diagnosis, simulation=simulation)
+    found = diagnose_stored(stored, history, context)
+    if found is None and history.get("finished"):
+        fact = Fact("the trial finished", "history.json")
+        return nothing_stopped((fact,), (), simulation=simulation)
+    return found
+
+
+def _as_stored(document: Mapping[str, Any], *, simulation: bool) -> Diagnosis:
+    """What the judge wrote down. Nothing hung, so there is no more in it than who, and why."""
+    facts = tuple(
+        Fact(str(one.get("fact", "")), str(one.get("evidence", ""))) for one in _rows(document, "proof")
+    )
+    lacks = tuple(
+        Missing(str(one.get("what", "")), str(one.get("why", "")))
+        for one in _rows(document, "missing_evidence")
+    )
+    culprits = tuple(
+        Culprit(
+            one.get("rank"),
+            str(one.get("role", "")),
+            str(one.get("node", "")),
+            int(one.get("pid") or 0),
+            one.get("device"),
+        )
+        for one in _rows(document, "culprits")
+    )
+    return replace(
+        nothing_stopped(facts, lacks, simulation=simulation),
+        mechanism=document.get("mechanism", "unknown"),
+        culprits=culprits,
+        confidence=document.get("confidence", "suspected"),
+        signature=str(document.get("signature", "")),
+    )
+
+
+def _rows(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    rows = document.get(key)
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []

@@ -8,39 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-from harness.diagnose import diagnose
 from harness.diagnosis_flight import FlightFinding, flight_finding
 from harness.diagnosis_model import (
     Cause,
     Collective,
     Culprit,
     Diagnosis,
-    Evidence,
-    EvidenceSample,
     Fact,
-    Missing,
     Operation,
-    RankEvidence,
-    Times,
 )
 from harness.diagnosis_stacks import Condition, SeatStacks, process_cause
-from harness.ledger_snapshot import Snapshot
-from harness.offline.gather import At, Gathered, Process, Sample
-from harness.offline.opinion import LASTS, Opinion, by_stacks
-from harness.offline.tables import TableRow
-from harness.seats import Seat, seat_stem, seat_words
+from harness.offline.by_ledgers import Verdict, by_ledgers, decided
+from harness.offline.gather import Gathered, Process
+from harness.offline.missing import missing, times_of
+from harness.offline.opinion import Opinion, by_stacks
 from harness.stack_places import HELD, WAITING
-from harness.stacks import ProcessStacks
 
-Verdict: TypeAlias = Literal["healthy", "not healthy", "cannot tell"]
 EXITS: Mapping[Verdict, int] = {"healthy": 0, "not healthy": 1, "cannot tell": 3}
 
 _LONG_S = 10.0
 """A collective that is open for so long, by the recorders' own times, is no moment of a healthy program."""
-_STOOD_S = 2.0
-"""A ledger in which nothing has changed for so long shows that its rank stands."""
 _GONE = frozenset({"dead", "missing", "z", "x"})
 
 
@@ -61,8 +50,8 @@ def conclude(gathered: Gathered) -> Conclusion:
     finding = flight_finding(flights, world) if flights else None
     stalled = finding is not None and (finding.pending_s >= _LONG_S or _same_wait(gathered, finding, world))
     cause, opinion = None, None
-    ledgers = _by_ledgers(gathered)
-    if ledgers is not None and _decided(ledgers[1]):
+    ledgers = by_ledgers(gathered)
+    if ledgers is not None and decided(ledgers[1]):
         return Conclusion(*ledgers, seats)
     cause = process_cause(seats)
     if cause is not None:
@@ -89,10 +78,6 @@ def _verdict(cause: Cause, stalled: bool) -> Verdict:
         return "healthy"
     decided = bool(cause.ranks) or cause.mechanism != "unknown" or cause.confidence != "suspected"
     return "not healthy" if decided or stalled else "cannot tell"
-
-
-def _decided(diagnosis: Diagnosis) -> bool:
-    return diagnosis.kind == "none" or bool(diagnosis.culprits) or diagnosis.mechanism != "unknown"
 
 
 # Stacks and recorders ------------------------------------------------------------------------------------
@@ -185,150 +170,6 @@ def _flights(gathered: Gathered, *, last: bool) -> dict[int, Any]:
     return found
 
 
-# Ledgers -------------------------------------------------------------------------------------------------
-
-
-def _by_ledgers(gathered: Gathered) -> tuple[Verdict, Diagnosis] | None:
-    """By the rules of a run; None where no rank has a ledger and no decision file differs."""
-    snapshots = [
-        sample for sample in gathered.samples if any(isinstance(seat, int) for seat in sample.ledgers)
-    ]
-    if not snapshots and not gathered.decisions:
-        return None
-    taken = _evidence(gathered)
-    found = diagnose(taken)
-    if not snapshots and found.mechanism == "unknown":
-        return None
-    names = _names(gathered)
-    found = replace(
-        found,
-        proof=tuple(Fact(fact.fact, names.get(fact.evidence, fact.evidence)) for fact in found.proof),
-        missing_evidence=_missing(gathered, None),
-    )
-    if found.kind == "none":
-        return "healthy", found
-    if _decided(found):
-        return "not healthy", found
-    last = {
-        seat: at.content
-        for sample in snapshots
-        for seat, at in sample.ledgers.items()
-        if isinstance(seat, int)
-    }
-    if all(_at_rest(snapshot) for snapshot in last.values()) and set(gathered.expected) <= set(last):
-        facts = tuple(
-            Fact(f"rank {rank}: nothing is under way", names.get(_name("ledger", rank), "")) for rank in last
-        )
-        return "healthy", replace(found, kind="none", proof=facts, signature="")
-    standing = (one for one in last.values() if not _at_rest(one))
-    stood = _stood(snapshots) or bool(gathered.reason) or any(_stood_s(one) >= _STOOD_S for one in standing)
-    return ("not healthy" if stood else "cannot tell"), found
-
-
-def _evidence(gathered: Gathered) -> Evidence:
-    samples = []
-    taken = gathered.samples
-    once = [at.content for sample in taken for seat, at in sample.ledgers.items() if isinstance(seat, int)]
-    holding = [sample for sample in taken if sample.ledgers]
-    if len(holding) == 1 and all(_stood_s(one) >= _STOOD_S for one in once):
-        # Each ledger says itself since when nothing has moved: it stands for an earlier one, too.
-        taken = (*taken, *holding)
-    for index, sample in enumerate(taken):
-        pieces = {seat: _piece(sample, seat, process) for seat, process in gathered.processes.items()}
-        samples.append(
-            EvidenceSample(
-                float(index),
-                {seat: piece for seat, piece in pieces.items() if isinstance(seat, int)},
-                index,
-                {seat: piece for seat, piece in pieces.items() if isinstance(seat, str)},
-            )
-        )
-    return Evidence(
-        world=max([-1, *gathered.expected, *gathered.decisions]) + 1,
-        samples=tuple(samples),
-        times=_times(gathered),
-        reason=gathered.reason,
-        decisions={rank: at.content for rank, at in gathered.decisions.items()},
-    )
-
-
-def _piece(sample: Sample, seat: Seat, process: Process) -> RankEvidence:
-    ledger, stacks, native, state = (
-        table.get(seat) for table in (sample.ledgers, sample.stacks, sample.native, sample.states)
-    )
-    # A ledger's owner that nobody saw gone is taken for alive: else its peers could not be judged either.
-    letter = state.content.state if isinstance(state, At) and isinstance(state.content, TableRow) else "S"
-    return RankEvidence(
-        snapshot=ledger.content if ledger is not None and isinstance(ledger.content, Snapshot) else None,
-        stacks=stacks.content if stacks is not None and isinstance(stacks.content, ProcessStacks) else None,
-        native=native.content if native is not None and isinstance(native.content, ProcessStacks) else None,
-        state=letter if ledger is not None or stacks is not None or state is not None else None,
-        pid=process.pid or None,
-        node=process.node,
-        device=process.device,
-        exit=state.content.exit if isinstance(state, At) and isinstance(state.content, TableRow) else None,
-        role=process.role,
-    )
-
-
-def _at_rest(snapshot: Snapshot) -> bool:
-    """Nothing is unfinished, and the host waits for something to do."""
-    streams = all(stream.oldest is None for stream in snapshot.streams.values())
-    groups = all(group.completed >= group.enqueued for group in snapshot.groups.values())
-    return streams and groups and snapshot.host.phase in ("parked", "idle")
-
-
-def _stood_s(snapshot: Snapshot) -> float:
-    """For how long nothing in the ledger had changed when it was read."""
-    moments = [snapshot.host.since_ns]
-    for stream in snapshot.streams.values():
-        moments += [record.enqueued_ns for record in stream.recent]
-        moments += [record.completed_ns for record in stream.recent if record.completed_ns is not None]
-    for group in snapshot.groups.values():
-        for record in group.recent:
-            times = (record.enqueued_ns, record.started_ns, record.completed_ns)
-            moments += [moment for moment in times if moment is not None]
-    return (snapshot.taken_ns - max(moments)) / 1e9
-
-
-def _stood(samples: Sequence[Sample]) -> bool:
-    """A rank with something under way did not move between the first ledger and the last."""
-    first: dict[Seat, Snapshot] = {}
-    last: dict[Seat, Snapshot] = {}
-    for sample in samples:
-        for seat, at in sample.ledgers.items():
-            first.setdefault(seat, at.content)
-            last[seat] = at.content
-    return any(
-        first[seat] is not now and first[seat].watermark() == now.watermark() and not _at_rest(now)
-        for seat, now in last.items()
-    )
-
-
-def _names(gathered: Gathered) -> dict[str, str]:
-    """Files by the names that a capture of our own would give them, which the rules use."""
-    found: dict[str, str] = {}
-    # A sample that stands for two is the last one again.
-    for index, sample in enumerate((*gathered.samples, *gathered.samples[-1:])):
-        for kind, table in (
-            ("ledger", sample.ledgers),
-            ("stacks", sample.stacks),
-            ("processes", sample.states),
-        ):
-            for seat, at in table.items():
-                found[_name(kind, seat, index)] = at.path
-                if kind == "ledger":
-                    found[_name(kind, seat)] = at.path
-    for rank, decisions in gathered.decisions.items():
-        found[f"decisions/rank{rank}.jsonl"] = decisions.path
-    return found
-
-
-def _name(kind: str, seat: Seat, index: int | None = None) -> str:
-    folder = "" if index is None else f"evidence/sample-{index}/"
-    return f"{folder}processes.json" if kind == "processes" else f"{folder}{kind}/{seat_stem(seat)}.json"
-
-
 # Putting it down -----------------------------------------------------------------------------------------
 
 
@@ -389,8 +230,8 @@ def _diagnosis(
         proof=cause.facts,
         confidence=cause.confidence,
         signature=cause.signature if cause.kind != "none" else "",
-        times=_times(gathered),
-        missing_evidence=_missing(gathered, opinion),
+        times=times_of(gathered),
+        missing_evidence=missing(gathered, opinion),
         simulation=False,
     )
 
@@ -405,43 +246,3 @@ def _operation(cause: Cause, seats: Sequence[SeatStacks]) -> Operation | None:
     if cause.operation is not None:
         return replace(cause.operation, site=place)
     return Operation(site.name, 0, place, 0.0)
-
-
-def _times(gathered: Gathered) -> Times:
-    return Times(**{key: gathered.times.get(key, 0.0) for key in Times.__dataclass_fields__})
-
-
-def _missing(gathered: Gathered, opinion: Opinion | None) -> tuple[Missing, ...]:
-    """What was there and could not be used, and what was not there; with how to get it."""
-    found: list[Missing] = []
-    samples = gathered.samples
-    stacks = {seat for sample in samples for seat in (*sample.stacks, *sample.native)}
-    flights = {seat for sample in samples for seat in sample.flights}
-    ledgers = {seat for sample in samples for seat in sample.ledgers}
-    for rank in gathered.expected:
-        pid = gathered.processes[rank].pid if rank in gathered.processes else 0
-        if stacks and rank not in stacks:
-            found.append(Missing(f"stacks of rank {rank}", f"no dump from rank {rank}: {_dump(rank, pid)}"))
-        if flights and rank not in flights:
-            found.append(Missing(f"the flight recorder of rank {rank}", f"no dump from rank {rank}"))
-        if ledgers and rank not in ledgers:
-            found.append(Missing(f"the ledger of rank {rank}", f"no file of rank {rank}"))
-    if not stacks:
-        found.append(Missing("stacks", f"none here: {_dump(0, 0)}, for each rank"))
-    if opinion is not None and opinion.standing in ("unsure", "suspected"):
-        found += [Missing(what, "not in these dumps") for what in opinion.missing if what != LASTS]
-    twice = max((sum(seat in sample.stacks for sample in samples) for seat in stacks), default=0)
-    if stacks and twice < 2 and not any(len(sample.ledgers) for sample in samples[1:]):
-        why = "one shows where processes stand, not whether they stay: dump all of them again some seconds later"
-        found.append(Missing("a second sample", f"{why}, into a folder of its own"))
-    if stacks and not gathered.refused and not any(sample.states for sample in samples):
-        why = "no dump says whether a process is stopped or gone: ps -eo pid,stat,args > ps.txt"
-        found.append(Missing("a process table", why))
-    found += [Missing(path, why) for path, why in gathered.problems]
-    said: dict[tuple[str, str], Missing] = {(one.what, one.why): one for one in found}
-    return tuple(said.values())
-
-
-def _dump(rank: int, pid: int) -> str:
-    who = str(pid) if pid else f"<pid of {seat_words(rank)}>"
-    return f"py-spy dump --json --pid {who} > rank{rank}.json (with --nonblocking where it is stopped)"
