@@ -101,6 +101,16 @@ def test_a_damaged_ledger_is_said(tmp_path: Path) -> None:
     )
 
 
+def test_numbers_that_are_no_ranks_are_not_counted_up_to(tmp_path: Path) -> None:
+    dump = (CAPTURES / "vllm-tp2-healthy" / "worker-tp0.json").read_text()
+    for name in ("scheduler_DP99999_TP99999.json", "rank99999.json"):
+        (tmp_path / name).write_text(dump)
+    Recorder(2).many(2).p2p("send 0->999999999", state="started").write(tmp_path / "trace_rank_77777.json")
+    (tmp_path / "p.json").write_text(json.dumps({"ranks": [{"rank": 2**40, "pid": 7, "state": "T"}]}))
+    document, status = ask(tmp_path)
+    assert (document["culprits"], status) == ([], 3)
+
+
 # --- whose it is
 
 

@@ -5,5 +5,6 @@ content (``tables``: process tables as text, ``flight_recorder`` and ``flight_gr
 whom a dump speaks of, ``gather`` puts dumps into samples; ``opinion`` says whether anything is wrong at all, for
 evidence that nobody watched being taken, ``by_ledgers`` asks the rules of a run, ``missing`` says what is lacking,
 and ``verdict`` puts the answers together; ``text`` has the words and ``command`` the seam to the command line.
-Causes themselves are ``harness.diagnose``, ``harness.diagnosis_flight`` and ``harness.diagnosis_stacks``. Nothing here starts, signals or asks a process.
+Causes themselves are ``harness.diagnose``, ``harness.diagnosis_flight`` and ``harness.diagnosis_stacks``. Nothing
+here starts, signals or asks a process.
 """

@@ -1,7 +1,7 @@
 """Ledgers and decision files that were brought, by the rules of a run. Pure.
 
 They are arranged as a capture of our own, diagnosed by ``harness.diagnose``, and what that says of files is put
-back into the files' own names. One ledger of each rank can stand for two where it says since when nothing has moved.
+back into the files' own names. One ledger of each rank can stand for two where it says since when nothing moved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness.offline.missing import missing, times_of
 from harness.offline.tables import TableRow
 from harness.seats import Seat, seat_stem
 from harness.stacks import ProcessStacks
-from harness.waits import wait_edges, waits
+from harness.waits import waits
 
 Verdict: TypeAlias = Literal["healthy", "not healthy", "cannot tell"]
 
@@ -82,9 +82,9 @@ def by_ledgers(gathered: Gathered) -> tuple[Verdict, Diagnosis] | None:
 def _by_one_look(found: Diagnosis, ledgers: Mapping[int, Snapshot]) -> Diagnosis | None:
     """At the one moment that there is, ranks wait in a collective for others that wait for nobody."""
     waiting = waits(ledgers)
-    edges = wait_edges(replace(wait, late=()) for wait in waiting)
+    held = {rank for wait in waiting if wait.missing for rank in wait.waiting}
     for wait in waiting:
-        roots = tuple(rank for rank in wait.missing if rank not in edges)
+        roots = tuple(rank for rank in wait.missing if rank not in held)
         if roots and not wait.unknown:
             cause = Cause(
                 "hang", "collective-skipped", roots, found.proof, "suspected", stream="host",

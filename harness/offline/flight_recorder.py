@@ -16,12 +16,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.offline.well_formed import rank_well_formed
 from harness.stack_sites import LIBRARY
 
-_PEERS = re.compile(r"(send|recv)\s+(\d+)\s*(->|<-)\s*(\d+)")
+_PEERS = re.compile(r"(send|recv)\s+(\d{1,9})\s*(->|<-)\s*(\d{1,9})")
 _UNNAMED = frozenset({"", "undefined"})
 _COALESCED = "coalesced"
-_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,8 @@ def _entry(row: Mapping[str, Any]) -> FlightEntry | None:
     ends = None
     if peers is not None:
         first, second = int(peers[2]), int(peers[4])
+        if not (rank_well_formed(first) and rank_well_formed(second)):
+            return None
         ends = (first, second) if peers[3] == "->" else (second, first)
         operation = peers[1]
     tells = backend != "gloo"
@@ -293,7 +295,7 @@ def _ranks(said: object) -> tuple[int, ...]:
         numbers = [_whole(one, -1) for one in said]
     else:
         return ()
-    return tuple(sorted({number for number in numbers if 0 <= number < _MOST_RANKS}))
+    return tuple(sorted({number for number in numbers if rank_well_formed(number)}))
 
 
 def _shapes(said: object) -> tuple[tuple[int, ...], ...]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from harness.diagnosis_model import Missing, Times
 from harness.offline.gather import Gathered
 from harness.offline.opinion import LASTS, Opinion
-from harness.seats import seat_words
+from harness.seats import seat_words, seats_words
+
+_MANY = 16
+"""More ranks than these are told at once."""
 
 
 def missing(gathered: Gathered, opinion: Opinion | None) -> tuple[Missing, ...]:
@@ -15,14 +18,16 @@ def missing(gathered: Gathered, opinion: Opinion | None) -> tuple[Missing, ...]:
     stacks = {seat for sample in samples for seat in (*sample.stacks, *sample.native)}
     flights = {seat for sample in samples for seat in sample.flights}
     ledgers = {seat for sample in samples for seat in sample.ledgers}
-    for rank in gathered.expected:
-        pid = gathered.processes[rank].pid if rank in gathered.processes else 0
-        if stacks and rank not in stacks:
-            found.append(Missing(f"stacks of rank {rank}", f"no dump from rank {rank}: {_dump(rank, pid)}"))
-        if flights and rank not in flights:
-            found.append(Missing(f"the flight recorder of rank {rank}", f"no dump from rank {rank}"))
-        if ledgers and rank not in ledgers:
-            found.append(Missing(f"the ledger of rank {rank}", f"no file of rank {rank}"))
+    for what, there in (("stacks", stacks), ("the flight recorder", flights), ("the ledger", ledgers)):
+        lost = [rank for rank in gathered.expected if there and rank not in there]
+        if len(lost) > _MANY:
+            who = seats_words(lost)
+            found.append(Missing(f"{what} of {len(lost)} ranks", f"no dump from {who}"))
+            continue
+        for rank in lost:
+            pid = gathered.processes[rank].pid if rank in gathered.processes else 0
+            how = f": {_dump(rank, pid)}" if what == "stacks" else ""
+            found.append(Missing(f"{what} of rank {rank}", f"no dump from rank {rank}{how}"))
     if not stacks:
         found.append(Missing("stacks", f"none here: {_dump(0, 0)}, for each rank"))
     if opinion is not None and opinion.standing in ("unsure", "suspected"):

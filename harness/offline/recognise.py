@@ -23,7 +23,7 @@ from harness.offline.tables import (
     read_table,
     stopped_by_refusal,
 )
-from harness.offline.well_formed import decision_well_formed, well_formed
+from harness.offline.well_formed import decision_well_formed, rank_well_formed, snapshot_well_formed
 from harness.seats import Seat
 from harness.stacks import ProcessStacks, host_first, read_thread
 from harness.stacks_parse import StackParseError, parse_faulthandler, parse_pyspy_text, split_pyspy_text
@@ -220,12 +220,12 @@ def _of_document(path: str, document: Any) -> Recognised:
             snapshot = Snapshot.from_json(document)
         except LedgerError as error:
             return Recognised(path, "damaged", problem=f"a ledger that cannot be read: {error}")
-        if not well_formed(snapshot, Snapshot) or not all(map(decision_well_formed, snapshot.decisions)):
+        if not snapshot_well_formed(snapshot):
             return Recognised(path, "damaged", problem="a ledger that cannot be read: fields of other types")
         return Recognised(path, "ledger", snapshot=snapshot, rank=snapshot.header.rank)
     if is_flight_recorder(document):
         rank = document.get("rank")
-        known = rank if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 else None
+        known = rank if rank_well_formed(rank) else None
         return Recognised(path, "flight recorder", flight=parse_flight_recorder(document, path), rank=known)
     if is_process_document(document):
         return Recognised(path, "process table", table=read_process_document(document))
@@ -253,7 +253,8 @@ def _own_stacks(path: str, document: Mapping[str, Any]) -> Recognised:
             return Recognised(path, "damaged", problem=str(error))
         if not stacks.threads:
             return Recognised(path, "damaged", problem="stacks without a thread")
-        return Recognised(path, "stacks", (FoundStacks(stacks, seat=stacks.rank),))
+        seat = stacks.rank if isinstance(stacks.rank, str) or rank_well_formed(stacks.rank) else None
+        return Recognised(path, "stacks", (FoundStacks(stacks, seat=seat),))
     found = _pyspy(document["threads"])
     return Recognised(path, "stacks", found) if found else Recognised(path, "unknown")
 

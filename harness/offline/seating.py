@@ -12,17 +12,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from harness.offline.well_formed import rank_well_formed
 from harness.process_titles import EngineName, global_ranks, seat_of_title, served_by
 from harness.seats import Seat
 from harness.stack_places import deciding_thread
 from harness.stacks import ProcessStacks
 
-_RANK = re.compile(r"rank[-_ .]?(\d{1,6})(?!\d)", re.IGNORECASE)
-_RANK_ARGUMENT = re.compile(r"--(?:node[-_])?(?:local[-_])?rank[= ](\d+)")
-_PLACE = re.compile(r"(?<![A-Za-z])(DP|PP|TP)[-_]?(\d{1,6})(?!\d)", re.IGNORECASE)
-_WORKER = re.compile(r"(?:worker|scheduler|trainer|actor|proc)[-_ ]?(\d{1,6})(?!\d)", re.IGNORECASE)
+_RANK = re.compile(r"rank[-_ .]?(\d{1,5})(?!\d)", re.IGNORECASE)
+_RANK_ARGUMENT = re.compile(r"--(?:node[-_])?(?:local[-_])?rank[= ](\d{1,5})(?!\d)")
+_PLACE = re.compile(r"(?<![A-Za-z])(DP|PP|TP)[-_]?(\d{1,5})(?!\d)", re.IGNORECASE)
+_WORKER = re.compile(r"(?:worker|scheduler|trainer|actor|proc)[-_ ]?(\d{1,5})(?!\d)", re.IGNORECASE)
 _PID = re.compile(r"pid[-_ .]?(\d{1,9})(?!\d)", re.IGNORECASE)
-_LAST_NUMBER = re.compile(r"(?:^|[^0-9])(\d{1,6})$")
+_LAST_NUMBER = re.compile(r"(?:^|[^0-9])(\d{1,5})$")
 _ROLES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("controller", re.compile(r"data[-_]?parallel[-_]?controller|(?<![a-z])controller")),
     ("coordinator", re.compile(r"coordinator")),
@@ -136,12 +137,13 @@ def claim_of_name(path: str) -> Claim:
 def rank_of_name(path: str) -> int | None:
     """Of a recorder's, a ledger's or a decision file: also by the last number of its name (``trace_3.json``)."""
     named = claim_of_name(path)
-    if named.rank is not None:
-        return named.rank
-    if named.places:
-        return named.places.get("TP", named.places.get("DP"))
-    found = _LAST_NUMBER.search(stem_of(path))
-    return int(found[1]) if found is not None else None
+    last = _LAST_NUMBER.search(stem_of(path))
+    rank = named.rank
+    if rank is None:
+        rank = named.places.get("TP", named.places.get("DP"))
+    if rank is None and last is not None:
+        rank = int(last[1])
+    return rank if rank_well_formed(rank) else None
 
 
 def role_of_stacks(stacks: ProcessStacks | None) -> tuple[str, EngineName]:
@@ -200,10 +202,9 @@ def _likely(claims: Sequence[Claim]) -> EngineName:
 def _seat(claim: Claim, numbers: Mapping[object, int]) -> Seat:
     if claim.name:
         return claim.name
-    if claim.rank is not None:
-        return claim.rank
-    if claim.places:
-        return numbers[_key(claim)]
+    rank = claim.rank if claim.rank is not None else numbers.get(_key(claim)) if claim.places else None
+    if rank_well_formed(rank):
+        return rank
     # An engine's only rank has a title or a function and no number.
     return f"pid-{claim.pid}" if claim.pid else stem_of(claim.path) or "unnamed"
 

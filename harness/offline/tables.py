@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from harness.offline.well_formed import rank_well_formed
+
 _STATE_COLUMNS = ("S", "STAT", "STATE")
 _TITLE_COLUMNS = ("COMMAND", "CMD", "ARGS", "COMM")
 _STATES = frozenset("RSDTtZXxIWKP")
@@ -69,7 +71,7 @@ def read_process_document(document: Mapping[str, Any]) -> tuple[TableRow, ...]:
             continue
         pid, rank = row.get("pid"), row.get("rank")
         state = row.get("state", row.get("stat", row.get("status")))
-        named = _is_whole(rank) or row.get("name") is not None
+        named = rank_well_formed(rank) or row.get("name") is not None
         if not (_is_whole(pid) or named):
             continue
         found.append(
@@ -77,7 +79,7 @@ def read_process_document(document: Mapping[str, Any]) -> tuple[TableRow, ...]:
                 pid=pid if _is_whole(pid) else 0,
                 state=_word(str(state)) if state is not None else "",
                 title=str(row.get("title") or row.get("cmdline") or row.get("command") or ""),
-                rank=rank if _is_whole(rank) else None,
+                rank=rank if rank_well_formed(rank) else None,
                 name=str(row.get("name") or ""),
                 exit=None if row.get("exit") is None else str(row["exit"]),
             )

@@ -9,8 +9,12 @@ import types
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
+from harness.ledger_snapshot import Snapshot
+
+MOST_RANKS = 1 << 16
+"""A larger number of a rank is none: whoever counts up to it would run out of memory."""
 _LARGEST = 2**63
 """Times are nanoseconds and counters 64 bits wide."""
 _DECISION: Mapping[str, Any] = {
@@ -39,6 +43,19 @@ def well_formed(value: object, hint: Any) -> bool:
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
     return isinstance(value, hint)
+
+
+def rank_well_formed(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_RANKS
+
+
+def snapshot_well_formed(snapshot: Snapshot) -> bool:
+    """All of it, and the ranks that it names are ranks of its world."""
+    if not (well_formed(snapshot, Snapshot) and all(map(decision_well_formed, snapshot.decisions))):
+        return False
+    world = snapshot.header.world
+    named = {snapshot.header.rank, *(rank for group in snapshot.groups.values() for rank in group.ranks)}
+    return 0 < world <= MOST_RANKS and all(0 <= rank < world for rank in named)
 
 
 def decision_well_formed(record: Mapping[str, Any]) -> bool:
