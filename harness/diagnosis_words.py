@@ -66,6 +66,15 @@ def fold(facts: Sequence[Fact]) -> tuple[Fact, ...]:
     return tuple(said for place, fact in enumerate(facts) if (said := instead.get(place, fact)) is not None)
 
 
+def fold_texts(texts: Sequence[str]) -> tuple[str, ...]:
+    """The same for facts that point at no evidence."""
+    return (
+        tuple(fact.fact for fact in fold([Fact(text, "") for text in texts]))
+        if len(texts) >= MANY
+        else tuple(texts)
+    )
+
+
 def _fold_family(family: Sequence[_Variant], facts: Sequence[Fact], instead: dict[int, Fact | None]) -> None:
     rarest_first = sorted(family, key=lambda variant: len(variant.places))
     told = 0

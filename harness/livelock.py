@@ -6,7 +6,7 @@ those that retracted a request or ran nothing although requests waited.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.budgets import WatchdogSettings
@@ -19,10 +19,10 @@ def whole(record: Mapping[str, Any], field: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def tokens_out(decisions: Iterable[Mapping[str, Any]]) -> int | None:
+def tokens_out(decisions: Sequence[Mapping[str, Any]]) -> int | None:
     """Finished tokens so far, as the newest record that counts them says."""
-    counts = [count for record in decisions if (count := whole(record, "tokens_out")) is not None]
-    return counts[-1] if counts else None
+    counts = (whole(record, "tokens_out") for record in reversed(decisions))
+    return next((count for count in counts if count is not None), None)
 
 
 def is_futile(record: Mapping[str, Any]) -> bool:
@@ -43,6 +43,8 @@ class Futility:
         self._steps_at: dict[int, int] = {}
         self._steps: dict[int, int] = {}
         self._futile: dict[int, set[int]] = {}
+        self._read: dict[int, int] = {}
+        """By rank, decisions that were looked at."""
         self._waited_s = 0.0
         self.last_token_ns = 0
 
@@ -62,10 +64,18 @@ class Futility:
         self._waited_s += elapsed_s
         for rank, snapshot in snapshots.items():
             since = self._steps_at.setdefault(rank, snapshot.host.step)
-            for record in snapshot.decisions:
+            for record in self._unread(rank, snapshot):
                 step = whole(record, "step")
                 if step is not None and step > since and is_futile(record):
                     self._futile.setdefault(rank, set()).add(step)
+
+    def _unread(self, rank: int, snapshot: Snapshot) -> Sequence[Mapping[str, Any]]:
+        """A decision that was looked at is of a step that was seen then; none is of a later one."""
+        total, read = snapshot.decisions_total, self._read.get(rank, 0)
+        self._read[rank] = total
+        if total == read:
+            return snapshot.decisions if total == 0 else ()
+        return snapshot.decisions[-max(0, total - read) :]
 
     def ranks(self) -> tuple[int, ...]:
         """Ranks with futile steps since the last finished token."""

@@ -152,20 +152,35 @@ def waits_behind_compute(snapshot: Snapshot) -> bool:
     return 0 <= compute.oldest.step <= copy.oldest.step
 
 
-def no_update_can_come(rank: int, lost: LostRecord, snapshots: Mapping[int, Snapshot]) -> bool:
-    """No host can queue the update that ``lost`` needs. ``snapshots``: all ranks that have work left.
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """What the hosts of a trial wait for, as far as it decides whether another update can come."""
 
-    A rank's host waits for a result behind its own unfinished replay, or in the agreement for one whose does:
-    a replay holds collectives, so nobody leaves the replay of a step before everyone does.
-    """
-    behind = {number: waits_behind_compute(snapshot) for number, snapshot in snapshots.items()}
-    agreeing = {number: snapshot.host.phase.startswith(AGREE_PHASE) for number, snapshot in snapshots.items()}
-    if not all(behind[number] or agreeing[number] for number in snapshots):
-        return False
-    if behind[rank]:
-        return True
-    return any(
-        behind[number] and under_way is not None and under_way.step == lost.replay.step >= 0
-        for number, snapshot in snapshots.items()
-        if (under_way := replay_under_way(snapshot)) is not None
-    )
+    behind: frozenset[int]
+    """Ranks whose host waits behind their own unfinished operation on compute."""
+    all_wait: bool
+    """Every host does that, or waits in the agreement."""
+    replays_of: frozenset[int]
+    """Steps of the replays behind which hosts wait."""
+
+    @classmethod
+    def of(cls, snapshots: Mapping[int, Snapshot]) -> Hosts:
+        """``snapshots``: all ranks that have work left."""
+        behind = frozenset(rank for rank, snapshot in snapshots.items() if waits_behind_compute(snapshot))
+        return cls(
+            behind,
+            all(rank in behind or s.host.phase.startswith(AGREE_PHASE) for rank, s in snapshots.items()),
+            frozenset(
+                under_way.step
+                for rank in behind
+                if (under_way := replay_under_way(snapshots[rank])) is not None and under_way.step >= 0
+            ),
+        )
+
+    def bring_no_update(self, rank: int, lost: LostRecord) -> bool:
+        """No host can queue the update that ``lost`` of ``rank`` needs.
+
+        Its own host waits for a result behind its unfinished replay, or in the agreement for one whose does: a
+        replay holds collectives, so nobody leaves the replay of a step before everyone does.
+        """
+        return self.all_wait and (rank in self.behind or lost.replay.step in self.replays_of)

@@ -135,7 +135,8 @@ def _parties(name: str, snapshots: Mapping[int, Snapshot]) -> list[dict[int, Gro
         join(members)
     parties: dict[int, dict[int, GroupState]] = {}
     for rank, state in states.items():
-        join((rank, *state.ranks[:1]))
+        if state.ranks and head(rank) != head(state.ranks[0]):
+            join((rank, state.ranks[0]))
     for rank, state in states.items():
         parties.setdefault(head(rank), {})[rank] = state
     return [parties[first] for first in sorted(parties)]

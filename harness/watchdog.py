@@ -14,13 +14,15 @@ cannot look. Here is no capture and no cause: those are ``capture.py`` and ``dia
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.budgets import WatchdogSettings
+from harness.diagnosis_words import fold_texts
 from harness.ledger_snapshot import Snapshot
 from harness.livelock import Futility
-from harness.lost_records import LostRecord, lost_record, no_update_can_come
+from harness.lost_records import Hosts, LostRecord, lost_record
 from harness.seats import Seat, in_order, seat_words, seats_words
 from harness.stacks import ProcessStacks
 from harness.standing import (
@@ -60,6 +62,10 @@ class Watchdog:
         self._tracks: dict[Seat, Track] = {}
         self._futility = Futility(settings)
         self._starvation = Starvation(settings.sample_period_s)
+        self._left: Counter[str] = Counter()
+        """Phases, by how many processes have come through them."""
+        self._sees_all = False
+        self._widening = 1.0
         self._now_ns: int | None = None
         self._standing: Standing = Healthy(0)
         self._age_s = 0.0
@@ -75,6 +81,9 @@ class Watchdog:
         for view in sample.ranks:
             track = self._tracks.setdefault(view.rank, Track(self._settings, sample.taken_ns))
             track.update(view, sample.taken_ns, elapsed_s, gap_s - elapsed_s)
+        self._left = Counter(phase for track in self._tracks.values() for phase in track.budgets.left)
+        self._sees_all = sum(isinstance(seat, int) for seat in self._tracks) >= self._world
+        self._widening = self._starvation.widening
         self._futility.observe(
             {
                 view.rank: view.snapshot
@@ -90,11 +99,11 @@ class Watchdog:
     def budget_s(self, rank: Seat) -> float:
         """How long this rank may stand still where it stands. Raises KeyError for a rank never observed."""
         track = self._tracks[rank]
-        others = [other for seat, other in self._tracks.items() if seat != rank]
-        budget_s = track.budget_s(left_by_others=any(track.phase in other.budgets.left for other in others))
-        if len(self._ranks()) < self._world:
+        by_others = self._left[track.phase] - (track.phase in track.budgets.left)
+        budget_s = track.budget_s(left_by_others=by_others > 0)
+        if not self._sees_all:
             budget_s = max(budget_s, self._settings.ceiling_s)
-        return budget_s * self._starvation.widening
+        return budget_s * self._widening
 
     @property
     def starved_s(self) -> float:
@@ -177,7 +186,8 @@ class Watchdog:
         stopped = tuple(
             rank
             for rank in in_order(self._tracks)
-            if not (track := self._tracks[rank]).done
+            if (track := self._tracks[rank]).stopped_s > 0.0
+            and not track.done
             and track.stopped_s >= min(self.budget_s(rank), track.budgets.pause_s())
         )
         if stopped:
@@ -258,9 +268,10 @@ class Watchdog:
             for track in owing.values()
         ) or any(streams_unknown(snapshot) for snapshot in snapshots.values()):
             return None
+        hosts = Hosts.of(snapshots)
         for rank, snapshot in snapshots.items():
             lost = lost_record(snapshot)
-            if lost is not None and not lost.doubt and no_update_can_come(rank, lost, snapshots):
+            if lost is not None and not lost.doubt and hosts.bring_no_update(rank, lost):
                 facts = (*_lost_facts(rank, lost), *(_host_words(r, s) for r, s in snapshots.items()))
                 return _Finding("lost-record", "proof", tuple(snapshots), facts)
         return None
@@ -305,6 +316,7 @@ class Watchdog:
         before = self._standing
         if finding is None:
             return self._healthy(before)
+        finding = replace(finding, proof=fold_texts(finding.proof))
         progress_ns = self._last_progress_ns(finding)
         if isinstance(before, Healthy) or progress_ns > before.since_ns:
             self._age_s = 0.0
