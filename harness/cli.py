@@ -38,7 +38,7 @@ from harness.scenario import (
     record,
     scenario_files,
 )
-from harness.store import RunStore, StoreError
+from harness.store import RunStore, StoreError, resolve_run
 from harness.target import TargetError, installed_targets
 from harness.toggles import DEVICES, VALUES
 
@@ -436,6 +436,34 @@ def recheck_command(run_path: RunArgument, known_issues: KnownIssues = None, as_
     from harness import run
 
     finish(run.recheck(path, known_issues), as_json)
+
+
+@app.command("bundle", epilog="Example: hangrig bundle runs/latest --out report.tar.gz")
+@guarded
+def bundle_command(
+    run_path: RunArgument,
+    trial: Annotated[str | None, typer.Argument(metavar="TRIAL", help="A trial's id.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The archive; RUN-TRIAL.tar.gz else.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replaces a file that is there.")] = False,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND|TEXT", help="Not replaced: host, user, ip, path, email, prompt, or a text."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """A redacted archive of one trial for a bug report; without TRIAL the one that rerun would take."""
+    from reports import bundle
+
+    try:
+        resolve_run(run_path)
+    except StoreError as error:
+        fail_usage(str(error))
+    made = bundle.make(Path(run_path), trial, out=out, force=force, keep=keep or ())
+    leave(made.to_json(), made.text(), 0, as_json)
 
 
 @app.command("watch", epilog="Example: hangrig watch 4711 --timeout 10m")

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.arms import ArmPlan, expand, plan_arms
-from harness.checkers import HANGS
 from harness.cluster import ClusterError, check_address
 from harness.corpus import CorpusView, Wish, jobs, manifest, variants
 from harness.corpus import request as corpus_request
+from harness.environment import driver_readings
 from harness.fault_model import load_file
 from harness.faults import FaultError
 from harness.judge import HISTORY, judge
@@ -33,6 +33,7 @@ from harness.session import Job, Session, context, reference_path
 from harness.store import RunStore, StoreError, read_run, write_json
 from harness.target import TargetError, find_target
 from harness.toggles import gather_facts
+from harness.trial_choice import choose_trial
 from reports import write_all
 from reports.corpus import Corpus, build, write
 from reports.terminal import show
@@ -140,6 +141,7 @@ def execute(
         "seed": request.seed,
         "versions": versions(),
         "machine": machine_facts(),
+        "drivers": _drivers() if not simulation else {},
         "device": request.device,
         "simulation": simulation,
         "simulation_note": _simulation_note() if simulation else None,
@@ -195,6 +197,10 @@ def _validate(job: Job, arms: Sequence[ArmPlan], request: RunRequest) -> None:
         raise BadRequest(f"{scenario.name}: {error}") from error
     if missing is not None:
         raise BadRequest(f"{scenario.name}: {missing}")
+
+
+def _drivers() -> dict[str, str]:
+    return {one.name: one.value for one in driver_readings() if one.value is not None}
 
 
 def _simulation_note() -> str:
@@ -283,16 +289,8 @@ def _choose(store: RunStore, trial: str | None) -> Mapping[str, Any]:
     planned = {plan["id"]: plan for plan in store.document.get("planned", [])}
     if not planned:
         raise BadRequest(f"{store.path}: run.json names no planned trials; run the scenario anew")
-    if trial is None:
-        judged = [entry.trial for entry in read_run(store.path).trials if entry.trial is not None]
-        bad = [entry["id"] for entry in judged if entry["verdict"] not in ("pass", "skipped")]
-        hung = [entry["id"] for entry in judged if entry["outcome"] in HANGS]
-        order = [one for one in planned if one in bad] or [one for one in planned if one in hung]
-        trial = (order or list(planned))[0]
-    if trial not in planned:
-        known = "\n  ".join(planned)
-        raise BadRequest(f"{store.path} has no trial {trial!r}; it has:\n  {known}")
-    return dict(planned[trial])
+    judged = [entry.trial for entry in read_run(store.path).trials if entry.trial is not None]
+    return dict(planned[choose_trial(store.path, list(planned), judged, trial)])
 
 
 def _differences(document: Mapping[str, Any]) -> list[str]:
