@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from offline_rig import CAPTURES, LEDGERS, WATCHED, as_text, ask, brief, facts, lacks
+from typer.testing import CliRunner
 
+from harness.cli import app
 from harness.offline.recognise import DumpsError
 
 SGLANG = CAPTURES / "sglang-dp2-scheduler1-stopped"
@@ -182,6 +184,31 @@ def test_ranks_that_left_their_places_between_two_samples_are_healthy(tmp_path: 
     assert ask(tmp_path)[1] == 0
 
 
+def test_a_rank_that_ran_before_and_looks_stopped_since_is_suspected(tmp_path: Path) -> None:
+    copied(CAPTURES / "sglang-dp2-healthy", tmp_path / "before")
+    copied(SGLANG, tmp_path / "after")
+    document, status = ask(tmp_path)
+    assert (brief(document), status) == (("stopped", "rank-stopped", [1], "suspected"), 1)
+
+
+def test_the_same_healthy_dumps_twice_cannot_be_judged(tmp_path: Path) -> None:
+    for folder in ("t0", "t1"):
+        copied(CAPTURES / "sglang-dp2-healthy", tmp_path / folder)
+    assert ask(tmp_path)[1] == 3
+
+
+def test_a_table_gives_nameless_dumps_their_names(tmp_path: Path) -> None:
+    rows = ["PID STAT CMD"]
+    for dump in SGLANG.glob("*.json"):
+        pid = json.loads(dump.read_text())[0]["pid"]
+        shutil.copy(dump, tmp_path / f"pid-{pid}.json")
+        rows.append(f"{pid} {'T' if pid == 21301 else 'S'} {TITLES[dump.stem]}")
+    (tmp_path / "ps.txt").write_text("\n".join(rows))
+    document, status = ask(tmp_path)
+    assert (brief(document)[:3], status) == (("stopped", "rank-stopped", [1]), 1)
+    assert document["engine"] == "sglang"
+
+
 def test_folders_of_nodes_are_no_samples(tmp_path: Path) -> None:
     copied(SGLANG, tmp_path / "node-a", without="DP1")
     (tmp_path / "node-b").mkdir()
@@ -255,3 +282,20 @@ def test_decision_files_alone_show_the_first_divergence(tmp_path: Path) -> None:
     assert (document["mechanism"], status) == ("decision-divergence", 1)
     assert "at step 5, the first on which the ranks differ, tokens is [4, 9]" in facts(document)
     assert "rank0.jsonl: its end is damaged" in lacks(document)
+
+
+# --- the command
+
+
+def test_the_command_prints_one_document_and_says_the_rest_elsewhere(tmp_path: Path) -> None:
+    copied(VLLM, tmp_path / "x")
+    (tmp_path / "x" / "nccl_trace_rank_0").write_bytes(b"\x80\x02}q\x00.")
+    done = CliRunner().invoke(app, ["diagnose", str(tmp_path), "--json"])
+    document = json.loads(done.stdout)
+    assert (done.exit_code, document["schema"], brief(document)[2]) == (1, 1, [1])
+    assert "x/nccl_trace_rank_0: a pickle" in done.stderr and "Convert it" in done.stderr
+    said = CliRunner().invoke(app, ["diagnose", str(CAPTURES / "sglang-dp2-healthy")])
+    assert (said.exit_code, said.stdout.splitlines()[0][:8]) == (0, "HEALTHY:")
+    wrong = CliRunner().invoke(app, ["diagnose", str(tmp_path / "none"), "--json"])
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+    assert "give the directory that holds the dumps" in wrong.stderr

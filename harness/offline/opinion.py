@@ -47,6 +47,9 @@ def by_stacks(seats: Sequence[SeatStacks], expected: Sequence[int]) -> Opinion:
         if seat.role in _SERVICES and seat.after is not None
         and seat.doing.kind in (*HELD, "unknown") and not _on(seat)
     ]  # fmt: skip
+    since = None if lost or any(_on(rank) for rank in seen) else _stopped_since(seats)
+    if since is not None:
+        return Opinion("suspected", since, (LASTS,))
     if not odd and not service and not lost:
         said = (
             "every rank waits for work"
@@ -93,6 +96,13 @@ def by_stacks(seats: Sequence[SeatStacks], expected: Sequence[int]) -> Opinion:
 
 
 LASTS = "whether it lasts: a second sample some seconds later"
+
+
+def _stopped_since(seats: Sequence[SeatStacks]) -> Cause | None:
+    """By the last sample alone, whatever went on before it."""
+    cause = one_sample_cause([replace(seat, before=None) for seat in seats])
+    moved = cause is not None and any(seat.moves for seat in seats if seat.seat in cause.ranks)
+    return cause if cause is not None and cause.kind == "stopped" and moved else None
 
 
 def _none(said: str, facts: tuple[Fact, ...]) -> Cause:

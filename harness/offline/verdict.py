@@ -21,10 +21,11 @@ from harness.diagnosis_model import (
 )
 from harness.diagnosis_stacks import Condition, SeatStacks, process_cause
 from harness.offline.by_ledgers import Verdict, by_ledgers, decided
-from harness.offline.gather import Gathered, Process
+from harness.offline.gather import At, Gathered, Process
 from harness.offline.missing import missing, times_of
 from harness.offline.opinion import Opinion, by_stacks
 from harness.stack_places import HELD, WAITING
+from harness.stacks import ProcessStacks
 
 EXITS: Mapping[Verdict, int] = {"healthy": 0, "not healthy": 1, "cannot tell": 3}
 
@@ -180,7 +181,7 @@ def seat_stacks(gathered: Gathered) -> tuple[SeatStacks, ...]:
         plain = [sample.stacks[seat] for sample in gathered.samples if seat in sample.stacks]
         native = [sample.native[seat] for sample in gathered.samples if seat in sample.native]
         states = [sample.states[seat] for sample in gathered.samples if seat in sample.states]
-        dumps = plain or native
+        dumps = _alike(plain or native)
         conditions = [_condition(state.content.state) for state in states]
         condition: Condition = (
             conditions[-1] if conditions else "stopped" if seat in gathered.refused else "alive"
@@ -204,6 +205,38 @@ def seat_stacks(gathered: Gathered) -> tuple[SeatStacks, ...]:
             )
         )
     return tuple(found)
+
+
+def _alike(dumps: Sequence[At[ProcessStacks]]) -> list[At[ProcessStacks]]:
+    """py-spy's text has shorter paths than its JSON: where dumps of one process mix them, all get the longer ones,
+    or every thread would seem to have left its place."""
+    files: dict[str, set[str]] = {}
+    for one in dumps:
+        for thread in one.content.threads:
+            for frame in thread.frames:
+                files.setdefault(frame.name, set()).add(frame.filename)
+    return [replace(one, content=_with_files(one.content, files)) for one in dumps]
+
+
+def _with_files(stacks: ProcessStacks, files: Mapping[str, set[str]]) -> ProcessStacks:
+    return replace(
+        stacks,
+        threads=tuple(
+            replace(
+                thread,
+                frames=tuple(
+                    replace(frame, filename=_longest(frame.filename, files[frame.name]))
+                    for frame in thread.frames
+                ),
+            )
+            for thread in stacks.threads
+        ),
+    )
+
+
+def _longest(file: str, files: set[str]) -> str:
+    longer = [other for other in files if other.endswith(f"/{file}")]
+    return longer[0] if len(longer) == 1 else file
 
 
 def _condition(state: str) -> Condition:
