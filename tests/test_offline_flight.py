@@ -43,9 +43,13 @@ def dump():
 # Everybody has done what it will do when the counts say so.
 import json
 def settled():
-    entries = [e for e in json.loads(dump())["entries"] if e["process_group"][0] == "0"]
-    enough = 3 if mode == "skips" and rank == 1 else 4
-    return len(entries) >= enough and (mode != "healthy" or all(e["retired"] for e in entries))
+    entries = json.loads(dump())["entries"]
+    last = 3 if mode == "skips" and rank == 1 else 4
+    numbers = [e["collective_seq_id"] for e in entries if e["process_group"][0] == "0"]
+    # What is done is marked a moment later than its caller goes on.
+    open_ = [e for e in entries if not e["retired"]]
+    stuck = mode != "healthy" and last == 4
+    return max(numbers, default=0) == last and len(open_) == (1 if stuck else 0)
 while not settled() and time.monotonic() < deadline:
     time.sleep(0.05)
 text = dump()
