@@ -6,7 +6,8 @@ it. Ranks that were suspected and went on are none of these: ``diagnosis_slow.py
 1. a process is gone or stopped, or a rank raised while others wait where it never came;
 2. requests stand although no rank does (``diagnosis_service.py``); or there is no ledger, only stacks;
    everything moves: nothing hangs, unless it moves for nothing;
-3. a replayed graph lacks a record that was overtaken (``diagnosis_streams.py``);
+3. a replayed graph lacks a record that was overtaken (``diagnosis_streams.py``); one communicator is on two
+   streams, or two groups were entered in two orders (``diagnosis_order.py``);
 4. the ranks disagree on what they agreed, brought different things, or wait in a circle
    (``diagnosis_collectives.py``);
 5. a rank raised of itself, or does something of its own while the others wait for it
@@ -54,6 +55,7 @@ from harness.diagnosis_model import (
     RankEvidence,
     Times,
 )
+from harness.diagnosis_order import two_orders, two_streams
 from harness.diagnosis_roots import root_cause
 from harness.diagnosis_service import by_stacks, held_up
 from harness.diagnosis_slow import slow
@@ -82,6 +84,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         or held_up(case)
         or _moving(case)
         or stream_order(case)
+        or two_streams(case)
+        or two_orders(case)
         or divergence(case, MUST_AGREE)
         or peers_divergence(case)
         or mismatch(case)

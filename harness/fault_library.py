@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -300,17 +301,16 @@ class Reorder(Fault):
     times: Annotated[int, Field(ge=0)] = 2
     """Holding one back is one time, putting it behind the other the second."""
 
+    def begun(self, passing: Passing, memory: Mapping[str, Any]) -> bool:
+        return "held" in memory and passing["group"] == self.after_group and not passing["capturing"]
+
     def finds(self, passing: Passing) -> bool:
-        return passing["group"] in (self.held_group, self.after_group) and not passing["capturing"]
+        return passing["group"] == self.held_group and not passing["capturing"]
 
     def act(self, passing: Passing, memory: dict[str, Any]) -> None:
-        held = memory.pop("held", None)
-        if passing["group"] == self.held_group and held is None:
-            memory["held"] = passing["enqueue"]
-            passing.skip()
-        elif passing["group"] == self.after_group and held is not None:
+        passing.skip()
+        if passing["group"] == self.after_group:
             passing["enqueue"]()
-            held()
-            passing.skip()
-        elif held is not None:
-            memory["held"] = held
+            memory.pop("held")()
+        else:
+            memory["held"] = passing["enqueue"]

@@ -78,6 +78,10 @@ class Fault(FaultTable):
         is raised here, the code at the site sees."""
         raise NotImplementedError
 
+    def begun(self, passing: Passing, memory: Mapping[str, Any]) -> bool:
+        """Whether something that it began at an earlier pass goes on at this one."""
+        return False
+
     def finds(self, passing: Passing) -> bool:
         """Whether this pass is one to act at, apart from ranks, steps and ``where``."""
         return True
@@ -189,7 +193,7 @@ class Armed:
             allowed = wanted if isinstance(wanted, list | tuple) else [wanted]
             if passing.values.get(key) not in allowed:
                 return False
-        return fault.finds(passing)
+        return fault.begun(passing, self._memory) or fault.finds(passing)
 
     def _due(self) -> bool:
         with self._lock:

@@ -147,6 +147,8 @@ class Engine(Table):
     expert_stats: bool = False
     """The ranks add up in every step how many tokens each expert got (group ``stats``), beside the data path, as
     recorders of the experts' load do."""
+    stats_group: Literal["stats", "experts"] = "stats"
+    """Whose communicator carries that sum: one of its own, or the experts', in line with their collectives."""
     output_parallel: bool = False
     """The output projection of the attention is spread over all ranks (group ``output``), as vllm-ascend's tensor
     parallel output projection: an idle rank takes part too. Every rank must be its own attention group."""

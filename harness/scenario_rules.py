@@ -78,6 +78,7 @@ _BUILTIN_ALONE = (
     "cache_sync_every",
     "control_broadcast",
     "expert_stats",
+    "stats_group",
     "output_parallel",
     "exit_barrier",
     "check_copies",

@@ -11,7 +11,8 @@ from harness.seats import Seat
 RankState: TypeAlias = Literal["running", "sleeping", "stopped", "dead", "missing"]
 Road: TypeAlias = Literal["proof", "budget"]
 Reason: TypeAlias = Literal[
-    "dead", "stopped", "collective", "mismatch", "cycle", "lost-record", "stalled", "livelock"
+    "dead", "stopped", "collective", "mismatch", "registration", "cycle", "side-streams", "lost-record",
+    "stalled", "livelock",
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from harness.budgets import WatchdogSettings
 from harness.diagnosis_words import fold_texts
+from harness.knots import registration, standing_in
 from harness.ledger_snapshot import Snapshot
 from harness.livelock import Futility
 from harness.lost_records import Hosts, LostRecord, lost_record
@@ -205,7 +206,12 @@ class Watchdog:
             finding = self._never_comes(wait) or self._mismatch(wait)
             if finding is not None:
                 return finding
-        return self._cycle(found) or self._lost_record(found)
+        return (
+            self._registration(found)
+            or self._cycle(found)
+            or self._side_streams(found)
+            or self._lost_record(found)
+        )
 
     def _never_comes(self, wait: Wait) -> _Finding | None:
         """A member that will not enter: its task is over, or it waits for the driver."""
@@ -254,6 +260,48 @@ class Watchdog:
                 return None
             facts.append(f"rank {link.rank} waits in {wait.group} {wait.sequence} for rank {following}")
         return _Finding("cycle", "proof", tuple(sorted(link.rank for link in links)), tuple(facts))
+
+    def _registration(self, found: tuple[Wait, ...]) -> _Finding | None:
+        """Ranks register memory, and those that they wait for stand in a collective that needs the registering."""
+        knot = registration(found)
+        if knot is None:
+            return None
+        proof_s = self._settings.proof_still_s
+        for held in knot.held:
+            # Inside a replay a peer may still be on its way to the registration.
+            needed_s = proof_s if held.certain else self.budget_s(held.rank)
+            if self._tracks[held.rank].still_s < needed_s:
+                return None
+        if any(self._tracks[rank].still_s < proof_s for rank in knot.wait.waiting):
+            return None
+        facts = (
+            f"{seats_words(knot.wait.waiting)} in {knot.wait.operation} {knot.wait.sequence} of group "
+            f"{knot.wait.group}",
+            *(
+                f"rank {held.rank} is not: it waits in {held.behind.operation} {held.behind.sequence} of group "
+                f"{held.behind.group} for rank {held.needed}"
+                for held in knot.held
+            ),
+        )
+        ranks = (*knot.wait.waiting, *(held.rank for held in knot.held))
+        return _Finding("registration", "proof", tuple(sorted(ranks)), facts)
+
+    def _side_streams(self, found: tuple[Wait, ...]) -> _Finding | None:
+        """All members stand in the group, and a rank has its collectives on two streams."""
+        for wait in found:
+            if wait.missing or wait.late or wait.unknown:
+                continue
+            if any(self._tracks[rank].still_s < self._settings.proof_still_s for rank in wait.waiting):
+                continue
+            snapshots = {rank: self._tracks[rank].snapshot for rank in wait.waiting}
+            beside = standing_in({r: s for r, s in snapshots.items() if s is not None}, wait.group)
+            if beside:
+                facts = tuple(
+                    f"rank {rank}: unfinished collectives of group {wait.group} on {' and '.join(streams)}"
+                    for rank, streams in beside.items()
+                )
+                return _Finding("side-streams", "proof", wait.waiting, facts)
+        return None
 
     def _lost_record(self, found: tuple[Wait, ...]) -> _Finding | None:
         """A replay is short of a record, and every host of the trial waits for what only it can bring."""

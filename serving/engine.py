@@ -90,7 +90,13 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._rows = Rows(config.scheduler.max_running)
         self._decisions = Decisions(ledger, comm.topology)
-        self._features = Features(stats=config.expert_stats, output_parallel=config.output_parallel)
+        shared = config.expert_stats and config.stats_group == "experts"
+        self._features = Features(
+            stats=config.expert_stats,
+            stats_group=config.stats_group,
+            stats_joined=shared and config.graph,
+            output_parallel=config.output_parallel,
+        )
         self._state = self._make_state(self._rows.count)
         self._forward = Forward(model, device, comm, self._state, self._features)
         self._control = Control(comm, sync_every=config.sync_every, cache_sync_every=config.cache_sync_every)

@@ -6,6 +6,7 @@ Not here: the scenario's keys and limits (``harness.scenario_model``), which thi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from serving.dp_attention import Padding
 from serving.scheduler_config import SchedulerConfig
@@ -35,6 +36,8 @@ class EngineConfig:
     """Each step begins with a message of rank 0 to all."""
     expert_stats: bool = False
     """The ranks add up, step by step, how many tokens each expert got."""
+    stats_group: Literal["stats", "experts"] = "stats"
+    """Whose communicator carries that."""
     output_parallel: bool = False
     """The output projection is spread over all ranks, each of which is its own attention group."""
     exit_barrier: bool = False

@@ -41,6 +41,10 @@ class Features:
 
     stats: bool = False
     """The ranks add up how many tokens each expert got."""
+    stats_group: str = "stats"
+    stats_joined: bool = False
+    """The data path waits for that sum: where a graph holds collectives of the same communicator, nothing else
+    orders the two."""
     output_parallel: bool = False
     """The output projection is spread over all ranks, each of which is its own attention group."""
 
@@ -144,7 +148,8 @@ class Forward:
         self._topology = comm.topology
         self._attention_group = comm.group("attention") if comm.topology.attention_size > 1 else None
         self._spread = comm.group("output") if features.output_parallel else None
-        self._stats = comm.group("stats") if features.stats else None
+        self._stats = comm.group(features.stats_group) if features.stats else None
+        self._stats_joined = features.stats_joined
         self._total_X = device.empty((model.config.n_routed_experts,), torch.int64).zero_()
         self._last_moe = max(filter(model.is_moe, range(model.config.num_hidden_layers)), default=None)
 
@@ -190,7 +195,7 @@ class Forward:
             self._total_X.add_(counts_X)
 
         self._device.compute.run(take, "expert_counts")
-        self._stats.all_reduce(counts_X, join=False)
+        self._stats.all_reduce(counts_X, join=self._stats_joined)
         self._device.comm.run(add, "expert_totals")
 
     def routed_tokens(self) -> list[int]:

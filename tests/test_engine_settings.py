@@ -119,6 +119,17 @@ def test_the_ranks_add_up_what_each_expert_got(
     assert {(r.operation, r.shape) for r in stats.recent} == {("all_reduce", (TINY.n_routed_experts,))}
 
 
+@pytest.mark.parametrize("graph", ["on", "off"])
+def test_the_experts_communicator_may_carry_the_sum_of_their_load(
+    ranks: LocalRanks, trials: Trials, reference: Trial, graph: str
+) -> None:
+    engine = {"expert_stats": True, "stats_group": "experts"}
+    trial = served(ranks, trials, reference, 2, engine, graph=graph)
+    own = served(ranks, trials, reference, 2, {"expert_stats": True}, graph=graph)
+    assert trial.results[0].counters["routed_tokens"] == own.results[0].counters["routed_tokens"] > 0
+    assert "stats" not in snapshot(trial, 0).groups
+
+
 @pytest.mark.parametrize(
     ("world", "padding", "toggles"),
     [

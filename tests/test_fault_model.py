@@ -158,3 +158,20 @@ def test_every_standard_fault_and_site_is_documented() -> None:
         assert set(fault.sites) <= set(SITES), name
     for name, site in SITES.items():
         assert site.what and set(site.changes) <= set(site.keys), name
+
+
+def test_a_collective_is_held_back_until_the_next_of_another_group_and_then_no_more() -> None:
+    table = {"name": "reorder", "held_group": "stats", "after_group": "experts", "times": 2}
+    (armed,) = arm([parse(table)], 0, seed=1)
+    made: list[str] = []
+
+    def enqueue(group: str) -> None:
+        values = {"group": group, "capturing": False, "enqueue": lambda: made.append(group)}
+        one = Passing("comm.enqueue", 0, 5, values)
+        armed.visit(one)
+        if not one.skipped:
+            made.append(group)
+
+    for group in ("experts", "stats", "experts", "experts", "stats"):
+        enqueue(group)
+    assert made == ["experts", "experts", "stats", "experts", "stats"]

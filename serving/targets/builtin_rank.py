@@ -190,6 +190,7 @@ def make_engine(
         output_parallel=engine["output_parallel"],
         control_broadcast=engine["control_broadcast"],
         expert_stats=engine["expert_stats"],
+        stats_group=engine["stats_group"],
         exit_barrier=engine["exit_barrier"],
         check_copies=engine["check_copies"],
         sample_ahead=engine["sample_ahead"],
