@@ -99,7 +99,8 @@ class Missing:
 class CaptureReport:
     """What was taken, by seat; it is on disk too. ``taken_ns`` is CLOCK_MONOTONIC at the start.
 
-    ``children``: living descendants of the seats; ``child_stacks`` by pid, of those that run Python.
+    ``children``: living descendants of the seats; ``child_stacks`` by pid, of those that run Python;
+    ``children_cpu_s``: processor time that all descendants of a seat have had, by seat.
     """
 
     sample: int
@@ -112,6 +113,7 @@ class CaptureReport:
     missing: tuple[Missing, ...]
     children: tuple[ChildProcess, ...] = ()
     child_stacks: dict[int, ProcessStacks] = field(default_factory=dict)
+    children_cpu_s: Mapping[Seat, float] = field(default_factory=dict)
 
 
 def find_py_spy() -> Path | None:
@@ -135,6 +137,7 @@ class _Capture:
     started_s: float = field(default_factory=time.monotonic)
     entries: dict[Seat, ProcessEntry] = field(default_factory=dict)
     children: tuple[ChildProcess, ...] = ()
+    children_cpu_s: Mapping[Seat, float] = field(default_factory=dict)
     snapshots: dict[Seat, Snapshot] = field(default_factory=dict)
     stacks: dict[Seat, ProcessStacks] = field(default_factory=dict)
     native: dict[Seat, ProcessStacks] = field(default_factory=dict)
@@ -173,6 +176,7 @@ class _Capture:
             missing=tuple(self.missing),
             children=self.children,
             child_stacks=self.child_stacks,
+            children_cpu_s=self.children_cpu_s,
         )
 
     def _lack(self, what: str, why: str) -> None:
@@ -214,7 +218,7 @@ class _Capture:
             if entry.alive
         }
         children = children_of_seats(alive)
-        self.children = children.found
+        self.children, self.children_cpu_s = children.found, children.cpu_s
         for seat, count in children.left_out.items():
             more = "1 more child" if count == 1 else f"{count} more children"
             self._lack(

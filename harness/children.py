@@ -6,6 +6,7 @@ that it waits. Here they are found and bounded in number; their stacks are ``dum
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,10 +60,12 @@ class ChildProcess:
 
 @dataclass(frozen=True, slots=True)
 class Children:
-    """``left_out``: how many more there are, by seat."""
+    """``left_out``: how many more there are, by seat. ``cpu_s``: processor time that all descendants of a seat have
+    had, also those left out and those that have ended."""
 
     found: tuple[ChildProcess, ...]
     left_out: Mapping[Seat, int]
+    cpu_s: Mapping[Seat, float]
 
 
 def children_of_seats(seats: Mapping[Seat, ProcessId]) -> Children:
@@ -76,15 +79,20 @@ def children_of_seats(seats: Mapping[Seat, ProcessId]) -> Children:
     taken = {process.pid for process in seats.values()}
     found: list[ChildProcess] = []
     left_out: dict[Seat, int] = {}
+    cpu_s: dict[Seat, float] = {}
+    ticks_a_second = os.sysconf("SC_CLK_TCK")
     for seat, process in seats.items():
         if process.pid not in alive or alive[process.pid].id != process:
             continue
         descendants = _descendants(process.pid, by_parent, taken)
+        ended = alive[process.pid].ended_children_cpu_ticks
+        ticks = sum(stat.cpu_ticks + stat.ended_children_cpu_ticks for stat in descendants)
+        cpu_s[seat] = (ended + ticks) / ticks_a_second
         kept = descendants[: min(MOST_OF_ONE, MOST - len(found))]
         if len(kept) < len(descendants):
             left_out[seat] = len(descendants) - len(kept)
         found += [_child(seat, stat) for stat in kept]
-    return Children(tuple(found), left_out)
+    return Children(tuple(found), left_out, cpu_s)
 
 
 def _descendants(pid: int, by_parent: Mapping[int, list[ProcessStat]], taken: set[int]) -> list[ProcessStat]:

@@ -23,19 +23,24 @@ def slow(case: Case) -> Cause | None:
     suspects = case.evidence.went_on
     if suspects is None:
         return None
-    stood = _as_it_stood(case, suspects)
-    found = still_waits(stood)
-    views = waited_for(stood, found) or _by_themselves(stood, suspects, found)
+    stood = _as_it_stood(case)
+    found = tuple(
+        wait
+        for wait in still_waits(stood)
+        if not any(case.views[rank].moved for rank in wait.waiting if rank not in suspects)
+    )
+    views = waited_for(stood, found) or _by_themselves(case, stood, suspects, found)
+    moving = [view for view in views if case.view(view.seat).host_moved]
     ranks = tuple(view.seat for view in views)
     decided = bool(views) and stood.only_left(view.rank for view in views)
     facts = [_how_long(case, suspects)]
     for view in views:
         facts += view.doing()
-        if view.host_moved:
+        if view in moving:
             facts.append(Fact(f"{view.name}: its host stack left its place meanwhile", view.stacks_path))
     for wait in found:
         facts += wait_facts(stood, wait)
-    stream = _stream(views)
+    stream = None if moving else _stream(views)
     return Cause(
         kind="slow",
         mechanism="rank-slow",
@@ -49,25 +54,22 @@ def slow(case: Case) -> Cause | None:
     )
 
 
-def _as_it_stood(case: Case, suspects: tuple[Seat, ...]) -> Case:
-    """Where a suspect went on while the second sample was taken, the first one shows how things stood."""
-    views = {view.seat: view for view in case.everyone}
-    if not any(views[seat].moved for seat in suspects if seat in views):
-        return case
-    first = [sample for sample in case.evidence.samples if sample.ranks or sample.others][:1]
-    if not first:
-        return case
+def _as_it_stood(case: Case) -> Case:
+    """In the first sample: while the second one was taken a suspect may have gone on."""
+    first = case.evidence.samples[:1]
     # Twice the same sample: what was seen once did not move.
-    return Case.of(replace(case.evidence, samples=(first[0], first[0])))
+    return Case.of(replace(case.evidence, samples=(*first, *first)))
 
 
-def _by_themselves(stood: Case, suspects: tuple[Seat, ...], found: tuple[Wait, ...]) -> list[View]:
+def _by_themselves(
+    case: Case, stood: Case, suspects: tuple[Seat, ...], found: tuple[Wait, ...]
+) -> list[View]:
     """The suspects that were in no collective; where all ranks stood so, those that did something of their own."""
     waiting = {rank for wait in found for rank in wait.waiting}
     alone = [view for view in stood.everyone if view.seat in suspects and view.seat not in waiting]
     if len(alone) < len(stood.views) or len(stood.views) == 1:
         return alone
-    odd = [view for view in alone if view.host_moved or view.condition == "stopped"]
+    odd = [view for view in alone if case.view(view.seat).host_moved or view.condition == "stopped"]
     return odd if len(odd) < len(alone) else []
 
 
@@ -79,6 +81,4 @@ def _how_long(case: Case, suspects: tuple[Seat, ...]) -> Fact:
 
 def _stream(views: list[View]) -> str | None:
     """The stream that the slow rank waited for, None where its host was at work."""
-    if not views or views[0].host_moved or not views[0].still:
-        return None
-    return next(iter(views[0].unfinished()), None)
+    return next(iter(views[0].unfinished()), None) if views else None

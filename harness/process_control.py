@@ -41,6 +41,10 @@ class ProcessStat:
     rss_pages: int
     exit_code: int
     """As ``waitpid`` gives it, of a zombie; 0 also where the kernel does not tell."""
+    cpu_ticks: int = 0
+    """Processor time that it has had, in ``SC_CLK_TCK``."""
+    ended_children_cpu_ticks: int = 0
+    """The same of its children that have ended and were collected, and of theirs."""
 
     @property
     def id(self) -> ProcessId:
@@ -68,6 +72,8 @@ def read_stat(pid: int) -> ProcessStat | None:
         start_time_ticks=int(fields[19]),
         rss_pages=int(fields[21]),
         exit_code=int(fields[49]),
+        cpu_ticks=int(fields[11]) + int(fields[12]),
+        ended_children_cpu_ticks=int(fields[13]) + int(fields[14]),
     )
 
 

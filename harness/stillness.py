@@ -6,13 +6,20 @@ a place is (polling moves line numbers, not places) is `harness.stacks`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from harness.ledger_snapshot import Snapshot
 from harness.nemesis_frames import without_machinery
 from harness.seats import Seat
-from harness.stacks import ProcessStacks, ThreadStack, same_place
+from harness.stacks import ProcessStacks, ThreadStack, same_place, wait_frames
+
+_WAITS_FOR_A_PROCESS = re.compile(
+    r"(?:^|/)(?:subprocess|multiprocessing/\w+|concurrent/futures/\w+|asyncio/subprocess|_inductor/(?:\w+/)*\w+)[.]py$"
+)
+"""Files of Python, and of torch's compiler, through which a thread waits for a process that it started."""
+_NEAR_FRAMES = 12
 
 STALE_STAMP_S = 1.0
 """A stream whose completing side has not looked for so long is in an unknown state."""
@@ -28,6 +35,14 @@ def left_place(before: ProcessStacks, after: ProcessStacks) -> bool:
     """The host thread is seen in both dumps, in different places."""
     first, second = host_thread(before), host_thread(after)
     return first is not None and second is not None and not same_place(first, second)
+
+
+def waits_for_process(stacks: ProcessStacks) -> bool:
+    """The host thread waits, and does so through something that starts processes and waits for them."""
+    host = host_thread(stacks)
+    if host is None or not wait_frames(host):
+        return False
+    return any(_WAITS_FOR_A_PROCESS.search(frame.filename) for frame in host.frames[:_NEAR_FRAMES])
 
 
 def moved_between(before: Mapping[Seat, Snapshot], after: Mapping[Seat, Snapshot]) -> frozenset[Seat]:

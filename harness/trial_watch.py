@@ -16,6 +16,7 @@ from threading import Event
 from typing import Literal
 
 from harness.agent_files import AgentState, AgentTrial, Times, WatchedRank
+from harness.capture import CaptureReport
 from harness.ledger_layout import LedgerError
 from harness.ledger_reader import LedgerReader
 from harness.ledger_snapshot import Snapshot
@@ -26,6 +27,8 @@ from harness.stillness import moved_between
 from harness.trial_evidence import TrialEvidence
 from harness.watchdog import Confirmed, Healthy, RankView, Sample, Suspect, Watchdog
 
+_AT_WORK = 0.2
+"""Of a processor, from which on a rank's own processes count as working for it; idle pools take about none."""
 _STARVED_WORTH_TELLING_S = 1.0
 _STATES: dict[str, Literal["running", "sleeping", "stopped", "dead"]] = {
     "R": "running", "S": "sleeping", "D": "sleeping", "T": "stopped", "Z": "dead", "dead": "dead",
@@ -160,7 +163,7 @@ class TrialWatch:
         self._take(native=True)
         first, last = self._evidence.reports[0], self._evidence.reports[-1]
         moved = moved_between(first.snapshots, last.snapshots)
-        upheld = self._watchdog.confirm(first.stacks, last.stacks, moved)
+        upheld = self._watchdog.confirm(first.stacks, last.stacks, moved, _children_at_work(first, last))
         if isinstance(upheld, Confirmed):
             self._confirmed_ns = standing.confirmed_ns
             self._finish(standing.reason, standing.road)
@@ -223,6 +226,17 @@ class TrialWatch:
 
     def _since_start_s(self, at_ns: int) -> float | None:
         return None if at_ns == 0 else (at_ns - self._started_ns) / 1e9
+
+
+def _children_at_work(first: CaptureReport, last: CaptureReport) -> set[Seat]:
+    """Seats whose descendants together had a good part of a processor between the samples."""
+    between_s = (last.taken_ns - first.taken_ns) / 1e9
+    before_s, after_s = first.children_cpu_s, last.children_cpu_s
+    return {
+        seat
+        for seat in before_s.keys() & after_s.keys()
+        if after_s[seat] - before_s[seat] > _AT_WORK * between_s
+    }
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ from harness.standing import (
     Suspect,
 )
 from harness.starvation import Starvation
-from harness.stillness import left_place, streams_unknown
+from harness.stillness import left_place, streams_unknown, waits_for_process
 from harness.track import Track
 from harness.waits import GRAPH_PREFIX, Wait, cycle_in, waits
 
@@ -116,13 +116,15 @@ class Watchdog:
         stacks_a: Mapping[Seat, ProcessStacks],
         stacks_b: Mapping[Seat, ProcessStacks],
         moved: Collection[Seat] = (),
+        children_at_work: Collection[Seat] = (),
     ) -> Standing:
         """Holds a confirmation against both samples: their stacks (by seat; those without stacks say nothing),
-        and those whose ledgers ``moved`` between them.
+        those whose ledgers ``moved`` between them, and those whose own processes got much of the processor.
 
         A suspect whose ledger moved went on while the sample was taken: the confirmation becomes a suspicion
         again, which the next sample ends. So does that of a suspect whose host stack left its place, because it
-        computes; the next samples may confirm it after all. Only up to the startup budget: what has not moved its
+        computes, and that of one that waits for a process of its own which does (a compiler); the next samples may
+        confirm it after all. Only up to the startup budget: what has not moved its
         ledger by then hangs.
         """
         standing = self._standing
@@ -140,10 +142,21 @@ class Watchdog:
             for rank in standing.ranks
             if rank in stacks_a and rank in stacks_b and left_place(stacks_a[rank], stacks_b[rank])
         ]
+        served = [
+            rank
+            for rank in standing.ranks
+            if rank in children_at_work and rank in stacks_b and waits_for_process(stacks_b[rank])
+        ]
         patience_s = max(self._settings.startup_s, self._settings.ceiling_s)
-        if moving and max(self._tracks[rank].still_s for rank in standing.ranks) < patience_s:
+        if max(self._tracks[rank].still_s for rank in standing.ranks) >= patience_s:
+            return standing
+        if moving:
             return self._doubt(
                 standing, f"the host stack of {seat_words(moving[0])} left its place between the samples"
+            )
+        if served:
+            return self._doubt(
+                standing, f"{seat_words(served[0])} waits for a process of its own that is at work"
             )
         return standing
 

@@ -139,6 +139,17 @@ def test_children_are_bounded_in_number_and_the_rest_is_counted(programs: Progra
     assert lacks(report)["stacks of 3 more children of rank 0"].startswith(f"{MOST_OF_ONE} a rank")
 
 
+def test_the_work_of_children_is_counted_also_of_those_that_have_ended(programs: Programs) -> None:
+    spin = "end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+    busy = programs.start(
+        f"subprocess.run([sys.executable, '-S', '-c', {'import time' + chr(10) + spin!r}], check=True)"
+    )
+    idle = programs.start("subprocess.Popen(['sleep', '1000'])", rank=1)
+    report = programs.take(busy, idle)
+    assert report.children_cpu_s[0] >= 0.3 > report.children_cpu_s[1]
+    assert [child.of for child in report.children] == [1]
+
+
 def test_a_seat_below_another_seat_is_no_child(programs: Programs) -> None:
     rank = programs.start("subprocess.Popen(['sh', '-c', 'sleep 1000; true'])")
     own = ProcessId(rank.pid, rank.start_time_ticks)

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from ledger_builder import Group, Rank, Stream, lost, replaying
 
+from harness.seats import Seat
+from harness.stacks import Frame, ProcessStacks, ThreadStack
 from harness.watchdog import (
     Confirmed,
     Healthy,
@@ -597,6 +599,42 @@ def test_a_host_stack_that_moves_takes_the_confirmation_back() -> None:
     assert isinstance(bench.run(1)[-1], Confirmed)
     bench.run(SETTINGS.startup_s)
     assert isinstance(bench.watchdog.confirm(before, after), Confirmed)
+
+
+def in_places(*frames: tuple[str, str]) -> ProcessStacks:
+    """A host thread; frames innermost first."""
+    host = ThreadStack(1, "MainThread", False, False, tuple(Frame(name, file, 1) for name, file in frames))
+    return ProcessStacks(1, 1, "py-spy", False, (host,))
+
+
+COMPILING = in_places(
+    ("Popen._try_wait", "/usr/lib/python3.11/subprocess.py"), ("Popen.wait", "/usr/lib/python3.11/subprocess.py"),
+    ("load_kernel", "serving/forward.py"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stacks", "at_work", "doubted"),
+    [
+        (COMPILING, {1}, True),
+        (COMPILING, set(), False),
+        (in_places(("wait", "/usr/lib/python3.11/threading.py"), ("step", "serving/engine.py")), {1}, False),
+    ],
+    ids=["its compiler works", "its compiler sleeps", "it waits for something else"],
+)
+def test_a_rank_that_waits_for_a_process_of_its_own_is_as_busy_as_that(
+    stacks: ProcessStacks, at_work: set[Seat], doubted: bool
+) -> None:
+    bench = Bench()
+    bench.warm()
+    assert isinstance(bench.run(4)[-1], Confirmed)
+    both = {1: stacks}
+    standing = bench.watchdog.confirm(both, both, children_at_work=at_work)
+    assert isinstance(standing, Suspect) is doubted
+    if doubted:
+        assert "rank 1 waits for a process of its own that is at work" in standing.proof
+        bench.run(SETTINGS.startup_s)
+        assert isinstance(bench.watchdog.confirm(both, both, children_at_work=at_work), Confirmed)
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
