@@ -5,9 +5,9 @@
     clean = [redactor.text(text) for text in texts]   # replaces, also what only another text gave away
 
 Rules (`harness.redact_rules`) find a value where its surroundings give it away; then every other occurrence of it
-is replaced too, but for values so plain (a request's text ``error``, a password of digits) that they would be
-taken out of half the words: those are replaced only where a rule finds them. Idempotent: a text that was redacted
-stays as it is. Pure; which files are treated is the bundle's business.
+is replaced too, but for values so plain (a request's text ``error``, a password of digits, ``token: Sequence`` in a
+line of source) that half the words would go: those are replaced only where a rule finds them. Idempotent: a text
+that was redacted stays as it is. Pure; which files are treated is the bundle's business.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ class Redactor:
         self._taken = set(taken)
         self._names: dict[tuple[Kind, str], str] = {}
         self._originals: list[_Original] = []
+        self._spread: set[str] = set()
+        """Placeholders of the originals."""
         self._issued: dict[str, str] = {}
         """Marks by placeholder."""
         self._shows: dict[str, str] = {}
@@ -104,8 +106,8 @@ class Redactor:
 
     @property
     def known(self) -> int:
-        """How many values have a placeholder; while it grows, texts that were treated before may hold more."""
-        return len(self._issued)
+        """How much is known; while it grows, texts that were treated before may hold more."""
+        return len(self._issued) + len(self._originals)
 
     def placeholders(self) -> dict[Kind, list[str]]:
         return {kind: [name for name, of in self._kinds.items() if of == kind] for kind in KINDS}
@@ -198,7 +200,7 @@ class Redactor:
                 behind = match.end("name") if "name" in rule.pattern.groupindex else start + 1
                 position = max(behind, position + 1)
                 continue
-            pieces += [marked[place:start], self._mark(rule.kind, value)]
+            pieces += [marked[place:start], self._mark(rule.kind, value, everywhere=not rule.weak(match))]
             self.counts[rule.kind] += 1
             place = position = max(end, match.start() + 1)
         return "".join([*pieces, marked[place:]])
@@ -217,22 +219,26 @@ class Redactor:
 
         return _alternatives(tuple(one.pattern for one in present)).sub(replaced, marked)
 
-    def _mark(self, kind: Kind, value: str) -> str:
-        """The character that stands for ``value``, which is marked text."""
+    def _mark(self, kind: Kind, value: str, *, everywhere: bool = True) -> str:
+        """The character that stands for ``value``, which is marked text. ``everywhere``: from now on replaced in
+        all texts, if it is not too plain for that."""
         folded = value.lower() if kind in ("host", "user") else value
-        known = self._names.get((kind, folded))
-        if known is not None:
-            return self._issued[known]
+        name = self._names.get((kind, folded)) or self._named(kind, folded)
+        if everywhere and name not in self._spread and _everywhere_too(kind, value):
+            self._spread.add(name)
+            self._originals.append(_Original(kind, value, value.lower(), name))
+            self._originals.sort(key=lambda one: (-len(one.text), one.text))
+            self._memo.clear()
+        return self._issued[name]
+
+    def _named(self, kind: Kind, folded: str) -> str:
         numbers = (f"{kind}-{number}" for number in count(1))
         name = next(one for one in numbers if one not in self._taken and one not in self._issued)
         mark = chr(_MARKS + len(self._issued))
         self._names[kind, folded] = name
         self._issued[name], self._shows[mark], self._kinds[name] = mark, name, kind
-        if _everywhere_too(kind, value):
-            self._originals.append(_Original(kind, value, value.lower(), name))
-            self._originals.sort(key=lambda one: (-len(one.text), one.text))
         self._memo.clear()
-        return mark
+        return name
 
     def _table(self, table: Mapping[str, Any]) -> dict[str, Any]:
         named = table.get("name", table.get("key"))

@@ -46,17 +46,21 @@ PUBLIC_HOSTS = (
     "huggingface.co", "hf.co", "modelscope.cn", "pytorch.org", "python.org", "pypi.org", "pythonhosted.org",
     "readthedocs.io", "ray.io", "vllm.ai", "sglang.ai", "nvidia.com", "amd.com", "hiascend.com", "kernel.org",
     "wikipedia.org", "json-schema.org", "apache.org", "example.com", "example.org",
+    "stackoverflow.com", "kubernetes.io", "docker.com", "microsoft.com", "gnu.org", "ietf.org", "pytest.org",
+    "man7.org",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """``pattern`` has a group ``value``: what is taken. ``accept`` may refuse a match, and the search goes on
-    behind its group ``name``, where it has one."""
+    behind its group ``name``, where it has one. What ``weak`` says yes to is replaced in its place only: it may be
+    a word of code, and would be taken out of every line."""
 
     kind: Kind
     pattern: re.Pattern[str]
     accept: Callable[[re.Match[str]], bool] = lambda match: True
+    weak: Callable[[re.Match[str]], bool] = lambda match: False
 
 
 # --- secrets -----------------------------------------------------------------------------------------------
@@ -77,7 +81,8 @@ _KEY_OWNERS = _words(
 )
 _TRIVIAL = re.compile(
     r"(?i)(?:none|null|nil|true|false|on|off|yes|no|auto|default|unset|undefined|n/a|unknown|empty|redacted"
-    r"|bearer|basic|digest|\*+|x{3,}|-?[\d.]+(?:e[+-]?\d+)?|\.{2,}|-+|)"
+    r"|bearer|basic|digest|str|int|float|bool|bytes|any|optional|union|list|dict|tuple|set|object|callable|await"
+    r"|\*+|x{3,}|-?[\d.]+(?:e[+-]?\d+)?|\.{2,}|-+|)"
 )
 _EXPRESSION = re.compile(r"\$\{?\w+\}?|(?:self|cls|args|config|cfg|os|server_args|kwargs)\.[\w.]+")
 
@@ -121,6 +126,11 @@ def _assigned(match: re.Match[str]) -> bool:
     )
 
 
+def _word_of_code(match: re.Match[str]) -> bool:
+    """``token: Sequence`` in a line of source; a variable of the environment is none."""
+    return not match["name"].isupper() and re.fullmatch(r"[A-Za-z_.]+", match["value"]) is not None
+
+
 _NAME = r"(?<![\w.-])(?P<name>-{0,2}[A-Za-z_][\w.-]{0,80})"
 _NAMED = _NAME + r"\\*[\"']?[ \t]{0,4}(?:=>|=|:)[ \t]{0,4}"
 _QUOTED = r"(?P<quote>[\"'])(?P<value>(?:\\.|(?!(?P=quote))[^\\\n])*)(?P=quote)"
@@ -158,7 +168,7 @@ _SECRETS = (
     Rule("secret", re.compile(rf"(?<![A-Za-z0-9])(?P<value>{_SHAPES})(?![A-Za-z0-9])")),
     Rule("secret", re.compile(_NAMED + _QUOTED), _assigned),
     Rule("secret", re.compile(_NAMED + _ESCAPED), _assigned),
-    Rule("secret", re.compile(_NAMED + _BARE), _assigned),
+    Rule("secret", re.compile(_NAMED + _BARE), _assigned, _word_of_code),
     Rule("secret", re.compile(r"(?<![\w-])--(?P<name>[a-z][\w-]{0,80})\s+" + _BARE), _assigned),
 )  # fmt: skip
 
@@ -200,9 +210,11 @@ def _private_ip(match: re.Match[str]) -> bool:
         address = ipaddress.ip_address(match["value"].partition("%")[0])
     except ValueError:
         return False
-    plain = address.is_loopback or address.is_unspecified or match["value"] == "255.255.255.255"
-    hexadecimal_word = address.version == 6 and not re.search(r"\d", match["value"])
-    return not plain and not hexadecimal_word
+    if address.is_loopback or address.is_unspecified or match["value"] == "255.255.255.255":
+        return False
+    # ``x[1::2]`` and ``::add`` read as addresses too.
+    real = re.search(r"\d", match["value"]) and re.search(r"[0-9A-Fa-f]{3}", match["value"])
+    return address.version == 4 or (real is not None and not match["value"].endswith("::"))
 
 
 _HOST = r"(?P<value>[A-Za-z0-9][A-Za-z0-9_.-]{0,120}[A-Za-z0-9]|[A-Za-z])"
@@ -225,7 +237,8 @@ _PEOPLE = (
         _private_name),
     Rule("user", re.compile(r"(?<![\w.@/-])" + _USER + r"@[A-Za-z0-9][\w.-]*:[~/]"), _private_name),
     Rule("host", re.compile(r"(?<![\w.@/-])[A-Za-z_][\w.-]{0,60}@" + _HOST + r"(?=:[~/])"), _private_host),
-    Rule("host", re.compile(r"(?<=://)(?:[^\s/@]+@)?" + _HOST + r"(?![\w.@-])"), _private_host),
+    Rule("host", re.compile(r"(?<=://)(?:[^\s/@]+@)?" + _HOST + r"(?![\w.@-])"), _private_host,
+         lambda match: match["value"].isalpha()),
     Rule("host", re.compile(
         r"\b(?:MASTER_ADDR|HOST|HOSTNAME|NODENAME|NODE_NAME|SLURMD_NODENAME|RAY_ADDRESS)=\\*[\"']?" + _HOST),
         _private_host),

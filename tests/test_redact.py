@@ -74,6 +74,7 @@ def test_what_is_found(name: str) -> None:
         "RAY_AUTH_MODE=token TOKENIZERS_PARALLELISM=false HF_TOKEN= API_KEY=None api_key=api_key",
         "signature hang/stream-order/compute/graph.replay/-/serving, author: nobody",
         "nvidia-cublas-cu12==12.8.4.1, driver 550.54.15, CANN 8.0.RC1, 12:34:56.789, 127.0.0.1 ::1 0.0.0.0",
+        "x[1::2] y[::2] z[10::20] api_key: Optional[str] = None",
         "c10::Backend std::vector at::native::add_out ::operator() memcpy@plt malloc@@GLIBC_2.2.5",
         "threading.local self.local torch.internal 4.5/5 tokens/s N/A and/or a/b/c ./x/y ../x/y/z",
         "POST /v1/chat/completions HTTP/1.1 200 OK, /health, http://localhost:30000/v1/models",
@@ -155,6 +156,13 @@ def test_users_called_like_kinds_do_not_eat_placeholders() -> None:
 def test_what_is_plain_is_replaced_only_in_its_place() -> None:
     assert redacted("Req(text='error')", "an error")[1] == "an error"
     assert redacted("PASSWORD=424242", "pid 424242")[1] == "pid 424242"
+    assert redacted("def f(token: Sequence, x)", "Sequence")[1] == "Sequence"
+    assert redacted("http://frontend/x", "the frontend")[1] == "the frontend"
+
+
+def test_what_is_plain_in_one_place_and_not_in_another_is_replaced_everywhere() -> None:
+    assert redacted("a swordfish", "password: swordfish", "DB_PASSWORD=swordfish")[0] == "a secret-1"
+    assert redacted("a swordfish", '{"password": "swordfish"}')[0] == "a secret-1"
 
 
 def test_keep() -> None:
