@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ledger_builder import Group, Rank
-from offline_rig import CAPTURES, LEDGERS, ask, brief, facts
+from offline_rig import CAPTURES, LEDGERS, WATCHED, ask, brief, facts
 
 from harness.offline.recognise import DumpsError
 from harness.stacks_parse import parse_pyspy_json
@@ -69,6 +69,28 @@ def test_stored_stacks_are_read_as_well(tmp_path: Path) -> None:
             put(tmp_path / f"sample-{index}" / "stacks" / f"rank{rank}.json", stacks.to_json())
     document, status = ask(tmp_path)
     assert (brief(document), status) == (("stopped", "rank-stopped", [1], "supported"), 1)
+
+
+def test_a_suspicion_that_fell_is_slow(tmp_path: Path) -> None:
+    folder = evidence(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    more = {"road": "dissolved", "slow": [0, 1], "times": {"last_progress_s": 1.0, "went_on_s": 6.5}}
+    put(folder / "manifest.json", {**manifest, **more})
+    document, status = ask(folder)
+    assert (brief(document)[:3], status) == (("slow", "rank-slow", [1]), 1)
+
+
+def test_a_child_of_a_rank_is_none(tmp_path: Path) -> None:
+    child = json.loads((WATCHED / "vllm-tp2-between-steps" / "rank0.json").read_text())
+    child |= {"rank": "child 77 of rank 1", "pid": 77}
+    folder = evidence(tmp_path)
+    for index in range(2):
+        put(folder / f"sample-{index}" / "children" / "rank1.77.json", child)
+    document, _ = ask(folder)
+    assert brief(document)[2] == [1]
+    assert {one["seat"]: one["role"] for one in document["processes"]} == {
+        0: "rank", 1: "rank", "child 77 of rank 1": "other"
+    }  # fmt: skip
 
 
 def test_one_sample_of_ledgers_is_a_suspicion_where_it_does_not_say_since_when(tmp_path: Path) -> None:

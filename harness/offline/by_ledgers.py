@@ -126,6 +126,7 @@ def _evidence(gathered: Gathered) -> Evidence:
         samples=tuple(samples),
         times=times_of(gathered),
         reason=gathered.reason,
+        went_on=gathered.went_on,
         decisions={rank: at.content for rank, at in gathered.decisions.items()},
     )
 

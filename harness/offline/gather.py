@@ -80,7 +80,8 @@ class Process:
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """``expected``: ranks that there should be, by the server's flags, by recorders or ledgers, or by holes between
-    the numbers. ``refused``: seats whose dump failed because the process is stopped, with the file."""
+    the numbers. ``refused``: seats whose dump failed because the process is stopped, with the file. ``reason`` and
+    ``went_on``: why a capture of ours was made, and who went on after all; None: nobody is known to."""
 
     engine: EngineName
     processes: Mapping[Seat, Process]
@@ -89,6 +90,7 @@ class Gathered:
     expected: tuple[int, ...]
     refused: Mapping[Seat, str]
     reason: str
+    went_on: tuple[Seat, ...] | None
     times: Mapping[str, float]
     problems: tuple[tuple[str, str], ...]
     ignored: tuple[str, ...]
@@ -142,6 +144,7 @@ def gather(files: Sequence[Recognised]) -> Gathered:
         expected=_expected(processes, samples, expected_ranks(engine, flags) or ()),
         refused=refused,
         reason=str(manifest.get("reason") or ""),
+        went_on=_went_on(manifest, processes),
         times=_times(manifest.get("times")),
         problems=tuple(problems),
         ignored=tuple(file.path for file in files if file.kind == "unknown"),
@@ -269,6 +272,14 @@ def _expected(
             known |= {rank for group in flight.content.groups.values() for rank in group.members}
         world = max([world, *(ledger.content.header.world for ledger in sample.ledgers.values())])
     return tuple(sorted(known | set(asked) | set(range(world if world <= 1 << 16 else 0))))
+
+
+def _went_on(manifest: Mapping[str, Any], processes: Mapping[Seat, Process]) -> tuple[Seat, ...] | None:
+    """The watchdog's suspicion fell."""
+    slow = manifest.get("slow")
+    if manifest.get("road") != "dissolved" or not isinstance(slow, list):
+        return None
+    return tuple(seat for seat in processes if any(seat == one for one in slow))
 
 
 def _times(said: object) -> dict[str, float]:

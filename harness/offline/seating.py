@@ -214,4 +214,7 @@ def _key(claim: Claim) -> object:
 
 
 def _role_of_seat(seat: str) -> str:
-    return next((role for role, pattern in _ROLES if pattern.search(seat.lower())), "other")
+    """Of a seat of ours that is no number, so no rank: ``controller``, ``child 4711 of rank 1``."""
+    if seat.startswith("child "):
+        return "other"
+    return next((role for role, pattern in _ROLES[:-1] if pattern.search(seat.lower())), "other")
