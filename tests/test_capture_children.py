@@ -110,6 +110,8 @@ def test_each_child_has_a_dump_of_its_own(programs: Programs) -> None:
     folder = programs.folder / "evidence"
     table = json.loads((folder / "sample-0" / "processes.json").read_text())
     jsonschema.validate(table, load_schema("processes"))
+    dump = folder / "sample-0" / "children" / f"rank0.{forked.process.pid}.json"
+    jsonschema.validate(json.loads(dump.read_text()), load_schema("stacks"))
     assert [row["pid"] for row in table["children"]] == [forked.process.pid, sleeper.process.pid]
     (sample,) = read_samples(folder)
     assert list(sample.children) == [f"rank0.{forked.process.pid}"] and set(sample.stacks) == {0, 1}
