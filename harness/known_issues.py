@@ -1,7 +1,7 @@
 """The file of known issues: which hangs somebody has reported already, where, and until when that counts.
 
     [[issue]]
-    signature = "hang/stream-order/compute/graph.replay/-/serving"    as a report prints it
+    signature = "hang/stream-order/compute/graph.replay/-/-"    as a report prints it
     link = "https://github.com/..."                                   where it is being dealt with
     expires = 2027-01-31                                              the last day on which the entry counts
     note = "waits for the fence before the update"

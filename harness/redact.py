@@ -37,6 +37,7 @@ _PASSES = 8
 """A pass may uncover what the one before hid; more than three were never seen."""
 _PLACEHOLDER = re.compile(rf"(?:{'|'.join(KINDS)})-\d+(?!\d)")
 _MEMO_CHARACTERS = 400
+_NUMBERS = (int, float, bool)
 _FLAGS = re.IGNORECASE | re.ASCII
 _MARKS = 0x10_0000
 """Inside, a placeholder is one character of the private plane from here on: no rule takes it for a word, and
@@ -136,7 +137,8 @@ class Redactor:
                 self._memo.clear()
             elif len(text) <= _MEMO_CHARACTERS:
                 self._memo[text] = known
-        self.counts.update(known[1])
+        if known[1]:  # most texts hold nothing, and documents hold very many
+            self.counts.update(known[1])
         return known[0]
 
     def document(self, document: Any) -> Any:
@@ -263,6 +265,8 @@ class Redactor:
 
     def _list(self, items: list[Any]) -> list[Any]:
         """``["--api-key", "..."]`` is an option and its value."""
+        if all(type(item) in _NUMBERS for item in items):
+            return items
         made = []
         for before, item in zip([None, *items], items, strict=False):
             option = isinstance(before, str) and before.startswith("--") and "=" not in before

@@ -22,7 +22,7 @@ from reports.fields import Document
 from reports.model import Missing
 
 TEXT_LIMIT_BYTES = 1 << 20
-LINES_LIMIT_BYTES = 32 << 20
+LINES_LIMIT_BYTES = 8 << 20
 """Of longer files the end goes in: a hang is at the end."""
 _TEXT = frozenset((".txt", ".log", ".md", ".py", ".toml", ".out", ".err", ".info", ""))
 _EXPECTED = ("trial.json", "history.json", "events.jsonl", "evidence/manifest.json", "evidence/merged.json")
@@ -51,9 +51,11 @@ class File:
 
 
 def texts_of(content: Any) -> Iterable[str]:
+    if isinstance(content, int | float):
+        return
     if isinstance(content, str):
         yield content
-    elif isinstance(content, Mapping):
+    elif isinstance(content, dict):
         for key, value in content.items():
             yield str(key)
             yield from texts_of(value)
