@@ -7,9 +7,10 @@ it. Ranks that were suspected and went on are none of these: ``diagnosis_slow.py
 2. requests stand although no rank does (``diagnosis_service.py``); or there is no ledger, only stacks;
    everything moves: nothing hangs, unless it moves for nothing;
 3. a replayed graph lacks a record that was overtaken (``diagnosis_streams.py``); one communicator is on two
-   streams, or two groups were entered in two orders (``diagnosis_order.py``);
-4. the ranks disagree on what they agreed, brought different things, or wait in a circle
-   (``diagnosis_collectives.py``);
+   streams (``diagnosis_order.py``); a collective went to another group (``diagnosis_groups.py``);
+4. at some step, however far back, ranks went apart (``diagnosis_decisions.py``);
+   two groups were entered in two orders (``diagnosis_order.py``), the ranks brought different things, or wait in a
+   circle (``diagnosis_collectives.py``);
 5. a rank raised of itself, or does something of its own while the others wait for it
    (``diagnosis_roots.py``);
 6. nothing decides: the facts, and no culprit.
@@ -25,19 +26,17 @@ from dataclasses import replace
 
 from harness.diagnosis_case import Case, View
 from harness.diagnosis_collectives import (
-    FOLLOWS_AGREEMENT,
-    MUST_AGREE,
     collective,
-    divergence,
     mismatch,
     order,
-    peers_divergence,
     raised,
     still_waits,
     wait_facts,
     waits_of_the_living,
 )
 from harness.diagnosis_corruption import after_wrong_copies, copy_facts
+from harness.diagnosis_decisions import divergence, first_departure
+from harness.diagnosis_groups import wrong_group
 from harness.diagnosis_model import (
     Cause,
     Collective,
@@ -56,6 +55,7 @@ from harness.diagnosis_model import (
     Times,
 )
 from harness.diagnosis_order import two_orders, two_streams
+from harness.diagnosis_records import FOLLOWS_AGREEMENT
 from harness.diagnosis_roots import root_cause
 from harness.diagnosis_service import by_stacks, held_up
 from harness.diagnosis_slow import slow
@@ -79,15 +79,15 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         slow(case)
         or _dead(case)
         or _stopped(case)
-        or raised(case)
+        or _raised(case)
         or by_stacks(case)
         or held_up(case)
         or _moving(case)
         or stream_order(case)
         or two_streams(case)
+        or wrong_group(case)
+        or first_departure(case)
         or two_orders(case)
-        or divergence(case, MUST_AGREE)
-        or peers_divergence(case)
         or mismatch(case)
         or order(case)
         or _faulted(case)
@@ -136,7 +136,7 @@ def _dead(case: Case) -> Cause | None:
     # Where gloo ends a process for a collective that did not match, and an engine ends itself for a rank that
     # raised, the process is the symptom.
     symptoms = all(view.symptom for view in dead)
-    behind = divergence(before, MUST_AGREE) or peers_divergence(before) or mismatch(before) or raised(before)
+    behind = first_departure(before) or mismatch(before) or raised(before)
     if behind is None and symptoms:
         behind = order(before)
     if behind is not None and behind.ranks:
@@ -230,6 +230,15 @@ def _stopped(case: Case) -> Cause | None:
         stream="host",
         collective=collective(found[0]) if found else None,
     )
+
+
+def _raised(case: Case) -> Cause | None:
+    """A rank that raised is the cause, unless ranks went apart before that: then it choked on what that led to."""
+    found = raised(case)
+    before = first_departure(case) if found is not None else None
+    if found is None or before is None or not before.ranks:
+        return found
+    return replace(before, facts=(*before.facts, *found.facts), confidence="supported")
 
 
 def _faulted(case: Case) -> Cause | None:

@@ -14,20 +14,18 @@ from dataclasses import replace
 from typing import Any
 
 from harness.diagnosis_case import Case, View
-from harness.diagnosis_model import Cause, Collective, Confidence, Fact, Mechanism, Mismatch
+from harness.diagnosis_model import Cause, Collective, Confidence, Fact, Mismatch, StreamName
+from harness.diagnosis_plans import departed
+from harness.diagnosis_records import FOLLOWS_AGREEMENT, divergence_facts
 from harness.diagnosis_steps import Left, left_the_pattern
 from harness.ledger_snapshot import Snapshot
-from harness.waits import GRAPH_PREFIX, Link, Side, Wait, cycle_in, describe
+from harness.waits import GRAPH_PREFIX, Link, Side, Wait, by_host, cycle_in, describe, record_at
 
 AGREEMENT_GROUPS = ("agree",)
 """Groups that every rank enters once in every step: their counts can be held against the steps."""
+BEFORE_THE_AGREEMENT = ("schedule", "receive", "cache-sync")
+"""Phases of a step that has begun and is not agreed on."""
 REGISTRATION = ("regist", "rendezvous", "symm")
-MUST_AGREE = ("mode_agreed", "modes", "tokens")
-"""Fields of a decision record that are the outcome of the agreement, so equal on all ranks."""
-PEERS_AGREE = ("aborted", "requests", "mode", "batch", "own_tokens")
-"""Fields that are equal on the ranks of one attention group: they compute the same batch."""
-FOLLOWS_AGREEMENT = ("padding", "bucket", "graph")
-"""Fields that follow from it; where only these differ, the collectives of the step tell the story."""
 
 
 def raised(case: Case) -> Cause | None:
@@ -63,13 +61,16 @@ def mismatch(case: Case) -> Cause | None:
         if not wait.mismatched:
             continue
         complete = not wait.unknown and case.only_left(())
-        left = left_the_pattern(case, wait.group) if complete else ()
+        other_plan = departed(case, wait) if complete else ()
+        left = left_the_pattern(case, wait.group, wait.sequence) if complete and not other_plan else ()
         odd = tuple(one.rank for one in left) or (_deviators(case, wait) if complete else ())
+        odd = tuple(one.rank for one in other_plan) or odd
         ranks = (odd or _minority(wait.sides)) if complete else ()
         skipped = all(one.skipped for one in left) and bool(odd)
         if not left:
             skipped = bool(odd) and all(_jumped_ahead(case.views[rank], wait) for rank in odd)
-        facts = [_left_fact(case, one) for one in left]
+        skipped = skipped and not other_plan
+        facts = [one.fact for one in other_plan] + [_left_fact(case, one) for one in left]
         facts += wait_facts(case, wait)
         facts += [Fact(side.words(), case.views[side.ranks[0]].ledger_path) for side in wait.sides]
         if skipped and not left:
@@ -92,12 +93,24 @@ def mismatch(case: Case) -> Cause | None:
             ranks=ranks,
             facts=tuple(facts),
             confidence=certain if ranks else "suspected",
-            stream="comm",
+            stream=_stream_of(case, wait, ranks[0] if ranks else wait.waiting[0]),
             collective=collective(wait, Mismatch(wait.mismatch_kind(), sides)),
             family=wait.mismatch_kind(),
             group=wait.group,
         )
     return None
+
+
+def _stream_of(case: Case, wait: Wait, rank: int) -> StreamName:
+    """What carries the collective on that rank: the host, the comm stream, or a replay on compute."""
+    snapshot = case.views[rank].snapshot
+    state = snapshot.groups.get(wait.group) if snapshot is not None else None
+    record = record_at(state, wait.sequence) if state is not None else None
+    if record is None:
+        return "comm"
+    if record.operation.startswith(GRAPH_PREFIX):
+        return "compute"
+    return "host" if wait.group in AGREEMENT_GROUPS or by_host(record) else "comm"
 
 
 def _left_fact(case: Case, left: Left) -> Fact:
@@ -106,69 +119,6 @@ def _left_fact(case: Case, left: Left) -> Fact:
         f"rank {left.rank}: collective {left.position} of group {left.group} in its step {left.step} (number "
         f"{left.sequence}) is {left.did}, where whole steps that began alike went on with {left.expected}: {how}",
         _path(case, left.rank),
-    )
-
-
-def divergence(case: Case, fields: tuple[str, ...]) -> Cause | None:
-    """The ranks' records of one step disagree in one of ``fields``, on which they had agreed."""
-    differing = first_divergence(case, fields)
-    if differing is None:
-        return None
-    facts = _differing_facts(case, differing)
-    found = still_waits(case)
-    drifted = _drifted(case)
-    if drifted:
-        facts = [*facts, *(_drift_fact(case, rank) for rank in drifted)]
-    mechanism: Mechanism = "collective-skipped" if drifted else "decision-divergence"
-    complete = differing[2].keys() == case.views.keys() and case.others_known(())
-    for wait in found:
-        facts = [*facts, *wait_facts(case, wait)]
-    return Cause(
-        kind="hang",
-        mechanism=mechanism,
-        ranks=(drifted or _minority_of(differing[2])) if complete else (),
-        facts=tuple(facts),
-        confidence="supported" if complete else "suspected",
-        stream="host",
-        collective=collective(found[0]) if found else None,
-        family="decision",
-        group=found[0].group if found else "",
-    )
-
-
-def peers_divergence(case: Case) -> Cause | None:
-    """Ranks of one attention group, which run the same batch, took different ones. The rank that dropped a request
-    by itself is the culprit (HANGS.md, C1)."""
-    found = _first_peer_divergence(case)
-    if found is None:
-        return None
-    step, name, records = found
-    alone = _dropped_alone(records)
-    values = {rank: record.get(name) for rank, record in records.items()}
-    complete = records.keys() == case.views.keys() and case.others_known(())
-    facts = [
-        Fact(
-            f"rank {rank}: at step {step}, the first on which ranks of one attention group differ, {name} is "
-            f"{values[rank]}{_dropped(records[rank])}",
-            case.decisions_path(rank),
-        )
-        for rank in sorted(records)
-    ]
-    waiting = still_waits(case)
-    for wait in waiting:
-        facts += wait_facts(case, wait)
-        if wait.mismatched:
-            facts += [Fact(side.words(), case.views[side.ranks[0]].ledger_path) for side in wait.sides]
-    return Cause(
-        kind="hang",
-        mechanism="decision-divergence",
-        ranks=(alone or _minority_of(values)) if complete else (),
-        facts=tuple(facts),
-        confidence="supported" if complete else "suspected",
-        stream="host",
-        collective=collective(waiting[0]) if waiting else None,
-        family="decision",
-        group=waiting[0].group if waiting else "",
     )
 
 
@@ -262,79 +212,7 @@ def is_registration(case: Case, wait: Wait) -> bool:
     return any(part in name.lower() for name in names for part in REGISTRATION)
 
 
-# Decisions -----------------------------------------------------------------------------------------------
-
-
-def first_divergence(case: Case, fields: tuple[str, ...]) -> tuple[int, str, dict[int, Any]] | None:
-    """The first step at which the ranks differ in one of ``fields``: (step, field, value by rank)."""
-    records = {rank: case.decisions(rank) for rank in case.views}
-    steps = sorted({step for found in records.values() for step in found})
-    for step in steps:
-        at = {rank: found[step] for rank, found in records.items() if step in found}
-        for name in fields:
-            if not _alike([record[name] for record in at.values() if name in record]):
-                return step, name, {rank: record[name] for rank, record in at.items() if name in record}
-    return None
-
-
-def _first_peer_divergence(case: Case) -> tuple[int, str, dict[int, Mapping[str, Any]]] | None:
-    """The first step at which ranks of one attention group differ: (step, field, record by rank)."""
-    found = {rank: case.decisions(rank) for rank in case.views}
-    for step in sorted({step for records in found.values() for step in records}):
-        groups: dict[int, dict[int, Mapping[str, Any]]] = {}
-        for rank, records in found.items():
-            if step in records and isinstance(group := records[step].get("dp"), int):
-                groups.setdefault(group, {})[rank] = records[step]
-        for members in groups.values():
-            if _alike([tuple(map(record.get, PEERS_AGREE)) for record in members.values()]):
-                continue
-            for name in PEERS_AGREE:
-                if not _alike([record[name] for record in members.values() if name in record]):
-                    return step, name, members
-    return None
-
-
-def _alike(values: list[Any]) -> bool:
-    """All are equal. One call that compares: this is asked for each step of thousands of ranks."""
-    return not values or values.count(values[0]) == len(values)
-
-
-def _dropped_alone(records: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
-    """The ranks that aborted a request, where the others of the group did not."""
-    dropped = tuple(rank for rank, record in sorted(records.items()) if record.get("aborted"))
-    return dropped if len(dropped) < len(records) else ()
-
-
-def _dropped(record: Mapping[str, Any]) -> str:
-    aborted = record.get("aborted") or ()
-    return f"; it aborted {', '.join(map(str, aborted))}" if aborted else ""
-
-
-def divergence_facts(case: Case, fields: tuple[str, ...]) -> list[Fact]:
-    found = first_divergence(case, fields)
-    return [] if found is None else _differing_facts(case, found)
-
-
-def _differing_facts(case: Case, found: tuple[int, str, dict[int, Any]]) -> list[Fact]:
-    step, name, values = found
-    return [
-        Fact(
-            f"rank {rank}: at step {step}, the first on which the ranks differ, {name} is {value}",
-            case.decisions_path(rank),
-        )
-        for rank, value in sorted(values.items())
-    ]
-
-
-def _minority_of(values: Mapping[int, Any]) -> tuple[int, ...]:
-    """The ranks outside the majority; all of them when there is none."""
-    parties: dict[str, list[int]] = {}
-    for rank, value in sorted(values.items()):
-        parties.setdefault(repr(value), []).append(rank)
-    most = max(len(party) for party in parties.values())
-    if sum(len(party) == most for party in parties.values()) > 1:
-        return tuple(sorted(values))
-    return tuple(sorted(rank for party in parties.values() if len(party) < most for rank in party))
+# Steps ---------------------------------------------------------------------------------------------------
 
 
 def _steps_ahead(snapshot: Snapshot) -> int | None:
@@ -345,17 +223,17 @@ def _steps_ahead(snapshot: Snapshot) -> int | None:
     return None
 
 
-def _drifted(case: Case) -> tuple[int, ...]:
+def drifted(case: Case) -> tuple[int, ...]:
     """Ranks that entered fewer agreements for their steps than the others did."""
     ahead = {rank: _steps_ahead(snapshot) for rank, snapshot in case.snapshots().items()}
     counts = {rank: count for rank, count in ahead.items() if count is not None}
-    least = min(counts.values(), default=0)
+    least = max(0, min(counts.values(), default=0))
     # A rank that has begun a step and not yet agreed on it is one ahead in good health.
-    allowed = {rank: least + (_phase(case, rank) == "schedule") for rank in counts}
+    allowed = {rank: least + (_phase(case, rank) in BEFORE_THE_AGREEMENT) for rank in counts}
     return tuple(sorted(rank for rank, count in counts.items() if count > allowed[rank]))
 
 
-def _drift_fact(case: Case, rank: int) -> Fact:
+def drift_fact(case: Case, rank: int) -> Fact:
     snapshot = case.views[rank].snapshot
     ahead = _steps_ahead(snapshot) if snapshot is not None else None
     return Fact(

@@ -1,9 +1,9 @@
 """Whose collectives of a step left the pattern of the steps before, read from ledgers and decision records. Pure.
 
 A decision record may say how many collectives its rank had enqueued when its step began (``collectives``). With
-that the ring of recent collectives falls into steps: whole ones are patterns, and the rank whose last, unfinished
-step begins like no pattern is the one that left something out, even where what it left out and what it did
-instead look alike. The other rank, which kept to the pattern and may have crashed for it, is not to blame.
+that the ring of recent collectives falls into steps: earlier ones are patterns, and the rank whose step begins like
+no pattern is the one that left something out, even where what it left out and what it did instead look alike. The
+other rank, which kept to the pattern and may have crashed for it, is not to blame.
 
 Sizes change with the batch, so a pattern knows only which of a step's collectives have the same size: SGLang's
 DP gather sums the same buffer several times in a prefill, then another one (recorded in the tests).
@@ -20,8 +20,9 @@ from harness.ledger_snapshot import CollectiveRecord
 from harness.livelock import whole
 from harness.waits import describe
 
-_Mark: TypeAlias = tuple[str, int]
-"""Operation, and the number of its size among the sizes of its step in the order in which they first appear."""
+_Mark: TypeAlias = tuple[str, int, str]
+"""Operation, the number of its size among the sizes of its step in the order in which they first appear, and its
+type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,14 @@ class Left:
     skipped: bool
 
 
-def left_the_pattern(case: Case, group: str) -> tuple[Left, ...]:
-    """Ranks that did, while at least one kept to it. Empty where there is no pattern to hold them against."""
-    steps = {rank: found for rank, view in case.views.items() if (found := _steps(view, group)) is not None}
+def left_the_pattern(case: Case, group: str, sequence: int | None = None) -> tuple[Left, ...]:
+    """Ranks that did in the step to which that collective belongs (None: in the newest), while at least one kept to
+    it. Empty where there is no pattern to hold them against."""
+    steps = {
+        rank: found
+        for rank, view in case.views.items()
+        if (found := _steps(view, group, sequence)) is not None
+    }
     patterns = {pattern for known in steps.values() for pattern in known.whole if pattern}
     last = {rank: known for rank, known in steps.items() if known.last}
     if not patterns or not last:
@@ -58,13 +64,13 @@ def left_the_pattern(case: Case, group: str) -> tuple[Left, ...]:
 @dataclass(frozen=True, slots=True)
 class _Steps:
     whole: frozenset[tuple[_Mark, ...]]
-    """Each whole step in the ring."""
+    """Each whole step in the ring before the one that is judged."""
     last: tuple[CollectiveRecord, ...]
-    """The step that was not over; empty where the ring has lost its beginning."""
+    """That one; empty where the ring has lost its beginning."""
     step: int
 
 
-def _steps(view: View, group: str) -> _Steps | None:
+def _steps(view: View, group: str, sequence: int | None) -> _Steps | None:
     state = view.snapshot.groups.get(group) if view.snapshot is not None else None
     if view.snapshot is None or state is None:
         return None
@@ -77,10 +83,17 @@ def _steps(view: View, group: str) -> _Steps | None:
             begun.append((step, count))
     if not begun:
         return None
+    until = state.enqueued
+    if sequence is not None:
+        # A host ahead of its device has begun further steps since.
+        until = next((count for _, count in begun if count >= sequence), until)
+        begun = [(step, count) for step, count in begun if count < sequence]
+        if not begun:
+            return None
     records = {record.sequence: record for record in state.recent}
     complete = {_marks(_between(records, count, following)) for (_, count), (_, following) in pairwise(begun)}
     step, count = begun[-1]
-    return _Steps(frozenset(complete), _between(records, count, state.enqueued), step)
+    return _Steps(frozenset(complete), _between(records, count, until), step)
 
 
 def _between(records: dict[int, CollectiveRecord], after: int, until: int) -> tuple[CollectiveRecord, ...]:
@@ -91,7 +104,9 @@ def _between(records: dict[int, CollectiveRecord], after: int, until: int) -> tu
 
 def _marks(records: tuple[CollectiveRecord, ...]) -> tuple[_Mark, ...]:
     sizes: dict[tuple[int, ...], int] = {}
-    return tuple((record.operation, sizes.setdefault(record.shape, len(sizes))) for record in records)
+    return tuple(
+        (record.operation, sizes.setdefault(record.shape, len(sizes)), record.dtype) for record in records
+    )
 
 
 def _left(rank: int, group: str, known: _Steps, patterns: set[tuple[_Mark, ...]]) -> Left | None:
@@ -123,6 +138,6 @@ def _left(rank: int, group: str, known: _Steps, patterns: set[tuple[_Mark, ...]]
 def _expected(pattern: tuple[_Mark, ...], position: int, records: tuple[CollectiveRecord, ...]) -> str:
     if position >= len(pattern):
         return "the end of the step"
-    operation, size = pattern[position]
+    operation, size, dtype = pattern[position]
     seen = {mark[1]: record for mark, record in zip(_marks(records[:position]), records, strict=False)}
-    return describe(operation, seen[size].shape, seen[size].dtype) if size in seen else operation
+    return describe(operation, seen[size].shape, dtype) if size in seen else f"{operation} {dtype}".strip()

@@ -92,7 +92,7 @@ class ReorderVictims(Fault):
     order: Literal["reverse", "shuffle"] = "reverse"
 
     def finds(self, passing: Passing) -> bool:
-        return len(passing["victims"]) > 1
+        return len(passing["victims"]) > 1 and bool(passing["needed"])
 
     def act(self, passing: Passing, memory: dict[str, Any]) -> None:
         victims = list(passing["victims"])

@@ -69,8 +69,8 @@ SITES: Mapping[str, Site] = {
     "rank.log": Site("the rank writes its journal", "host", ("step", "descriptor"), (), ""),
     "rank.exit": Site("the rank has no work left and is about to leave", "host", ("engine",), (), ""),
     "scheduler.victims": Site(
-        "requests are about to be retracted, the first one first",
-        "host", ("victims", "forced"), ("victims",), "",
+        "requests may be retracted, the first one first; ``needed``: one will be",
+        "host", ("victims", "forced", "needed"), ("victims",), "",
     ),
     "scheduler.abort": Site(
         "a request that can never fit is given up", "host", ("request", "reason"), (),

@@ -11,6 +11,7 @@ its compute stream stands in the replay.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from harness.seats import MANY, seats_words
 
 GRAPH_PREFIX = "graph"
 REPLAY_LABEL = "graph.replay"
+_NUMBERS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +62,26 @@ class Wait:
     def mismatched(self) -> bool:
         return len(self.sides) > 1
 
-    def mismatch_kind(self) -> Literal["operation", "dtype", "size"]:
-        """The first of operation, dtype and size in which the sides differ."""
-        if len({side.operation for side in self.sides}) > 1:
-            return "operation"
+    def mismatch_kind(self) -> Literal["operation", "root", "dtype", "size"]:
+        """The first of operation, root, dtype and size in which the sides differ. Two graphs that differ in a
+        number are one of two sizes; two broadcasts that do have two roots."""
+        operations = {side.operation for side in self.sides}
+        alike = len({_NUMBERS.sub("", operation) for operation in operations}) == 1
+        if len(operations) > 1:
+            if alike and all(operation.startswith(GRAPH_PREFIX) for operation in operations):
+                return "size"
+            return "root" if alike and all("from" in operation for operation in operations) else "operation"
         return "dtype" if len({side.dtype for side in self.sides}) > 1 else "size"
 
 
 def describe(operation: str, shape: Iterable[int], dtype: str) -> str:
     """For people: ``all_reduce (4, 64) float32``."""
     return " ".join(part for part in (operation, str(tuple(shape)), dtype) if part)
+
+
+def by_host(record: CollectiveRecord) -> bool:
+    """The thread that enqueued it also entered it, in one go: a host that is inside does nothing else."""
+    return record.started_ns == record.enqueued_ns
 
 
 def record_at(state: GroupState, sequence: int) -> CollectiveRecord | None:

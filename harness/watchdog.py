@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from harness.budgets import WatchdogSettings
 from harness.diagnosis_words import fold_texts
+from harness.held import host_is_held
 from harness.knots import registration, standing_in
 from harness.ledger_snapshot import Snapshot
 from harness.livelock import Futility
@@ -267,7 +268,10 @@ class Watchdog:
         for link in links:
             wait, following = link.wait, link.following
             # A peer that has not even enqueued may still compute and come: it is owed its own budget.
-            may_come = following in wait.missing
+            snapshot = self._tracks[following].snapshot
+            may_come = following in wait.missing and not (
+                snapshot is not None and host_is_held(following, snapshot, found)
+            )
             needed_s = self.budget_s(following) if may_come else self._settings.proof_still_s
             if self._tracks[following].still_s < needed_s:
                 return None

@@ -236,10 +236,15 @@ class Group:
 
     def _on_host(self, operation: str, count: int, move: Callable[[], T]) -> T:
         """Carries a collective out on the calling thread, with what belongs to every one."""
-        sequence = self._ledger_enqueue(operation, (count,), "int64")
         if faults.ACTIVE is not None:
-            faults.ACTIVE.visit("comm.before", group=self.name, operation=operation, sequence=sequence)
-        self._ledger_start(sequence)
+            faults.ACTIVE.visit(
+                "comm.before", group=self.name, operation=operation, sequence=self.count + 1, heap=None
+            )
+        self.count += 1
+        ledger = self._ledger
+        sequence = (
+            0 if ledger is None else ledger.collective_enter(self._handle, operation, (count,), "int64")
+        )
         if self._board is not None:
             self._agree_on_header(self._board, f"{operation} int64 {(count,)}")
         found = move()

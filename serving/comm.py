@@ -66,8 +66,9 @@ class Comm:
         return self._closed
 
     def counts(self) -> dict[str, int]:
-        """How many collectives this rank has enqueued or entered in each group that it uses."""
-        return {name: group.count for name, group in self._groups.items()}
+        """How many collectives this rank has enqueued or entered in each group that it uses. Host thread; without
+        registrations, which come when a stream needs them."""
+        return {name: group.count for name, group in self._groups.items() if name != REGISTRATION}
 
     def capture_begins(self) -> None:
         """Call before a capture: what every group enqueues from now on belongs to the graph."""

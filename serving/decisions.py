@@ -17,6 +17,8 @@ EMPTY_STEPS_A_DECISION = 16
 """Of steps in which no rank has anything, this many make one record: an idle gap would fill the ring."""
 REQUESTS_NAMED = 16
 """Most requests of a batch that a record names."""
+VICTIMS_NAMED = 8
+"""Most requests that a record names of those that might have been retracted."""
 MODES = {BatchMode.IDLE: Mode.IDLE, BatchMode.DECODE: Mode.DECODE, BatchMode.PREFILL: Mode.PREFILL}
 
 
@@ -93,6 +95,7 @@ class Decisions:
             "own_tokens": batch.num_tokens,
             "requests": [row.request.id for row in batch.rows[:REQUESTS_NAMED]],
             "aborted": list(batch.aborted),
+            **({"victims": [list(one) for one in batch.victims[:VICTIMS_NAMED]]} if batch.victims else {}),
         }
 
 

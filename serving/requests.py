@@ -145,6 +145,9 @@ class Batch:
     """Whether the first of them was retracted only because ``retract_every`` says so."""
     aborted: tuple[str, ...]
     """Ids of the requests that were aborted since the batch before; each is reported once."""
+    victims: tuple[tuple[str, int, int, int], ...] = ()
+    """Where one was retracted: all requests that might have been, in the order in which they were considered, each
+    with what that goes by, least first."""
 
     @property
     def num_tokens(self) -> int:

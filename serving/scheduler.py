@@ -43,6 +43,11 @@ class SchedulerError(RuntimeError):
     """The caller broke the order of calls, or gave a step's tokens incompletely."""
 
 
+def _victim_order(request: Request) -> tuple[int, int, int]:
+    """Least first: the fewest output tokens, then the longest prompt, then the newest."""
+    return (len(request.output), -len(request.prompt), -request.arrival)
+
+
 class Scheduler:
     """One rank's requests. Not thread safe: the host thread calls it."""
 
@@ -62,6 +67,7 @@ class Scheduler:
         self._arrivals = 0
         self._uncommitted: deque[Batch] = deque()
         self._aborted: list[Request] = []  # not yet reported by a batch
+        self._considered: tuple[tuple[str, int, int, int], ...] = ()  # for retraction, in that order
 
     # What the engine asks
 
@@ -119,6 +125,7 @@ class Scheduler:
             retracted=tuple(retracted),
             forced=self._counters.forced_retractions > forced_before,
             aborted=tuple(request.id for request in self._aborted),
+            victims=self._considered if retracted else (),
         )
         self._aborted.clear()
         if rows:
@@ -248,12 +255,16 @@ class Scheduler:
 
     def _retract_until_decode_fits(self) -> list[str]:
         """Takes pages away until every kept request has room for one more token; returns the victims' ids."""
-        candidates = sorted(self._ready(), key=lambda r: (len(r.output), -len(r.prompt), -r.arrival))
+        candidates = sorted(self._ready(), key=_victim_order)
         every = self.config.retract_every
         forced = every > 0 and self.forward_count % every == 0
         if faults.ACTIVE is not None:
-            passing = faults.ACTIVE.visit("scheduler.victims", victims=candidates, forced=forced)
+            needed = forced or self._growth(candidates) > self.pool.available()
+            passing = faults.ACTIVE.visit(
+                "scheduler.victims", victims=candidates, forced=forced, needed=needed
+            )
             candidates = passing["victims"]
+        considered = tuple((request.id, *_victim_order(request)) for request in candidates)
         retracted: list[str] = []
         while len(candidates) > 1:
             fits = self._growth(candidates) <= self.pool.available()
@@ -268,6 +279,7 @@ class Scheduler:
             )  # that token may yet end it
             if too_large and not self._give_up(last, last.computed + 1):
                 self._retract(last, retracted)
+        self._considered = considered if retracted else ()
         return retracted
 
     def _retract(self, victim: Request, retracted: list[str]) -> None:

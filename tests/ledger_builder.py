@@ -36,6 +36,8 @@ class Group:
     records: list[tuple[str, tuple[int, ...], str, int]] = field(default_factory=list)
     done: int = 0
     started: int = 0
+    host: bool = False
+    """The host carries them out itself."""
 
     def add(
         self, operation: str, shape: tuple[int, ...] = (4,), dtype: str = "float32", count: int = 1
@@ -65,7 +67,7 @@ class Group:
         sequence = 0
         for operation, shape, dtype, count in self.records:
             sequence += count
-            started = _ns(1) if sequence <= self.started else None
+            started = _ns(1 if self.host else 1.5) if sequence <= self.started else None
             completed = _ns(1) if sequence <= self.done else None
             records.append(CollectiveRecord(sequence, operation, shape, dtype, _ns(1), started, completed))
         return GroupState(name, self.ranks, sequence, self.started, self.done, tuple(records[-32:]))

@@ -362,6 +362,28 @@ def test_a_circle_whose_member_may_still_come_waits_for_its_budget() -> None:
     assert not alarms(bench.run(SETTINGS.ceiling_s))
 
 
+def test_a_circle_of_hosts_that_are_held_is_proof() -> None:
+    """Neither can come while it is inside: the one carries its collective itself, the other waits for a result
+    behind its own."""
+    bench = Bench()
+    in_groups(bench, "agree", "experts")
+    bench.warm()
+    for rank in bench.ranks:
+        rank.groups["agree"].host = True
+    bench.ranks[1].groups["agree"].enter("all_gather")
+    bench.ranks[1].phase = "agree"
+    bench.ranks[0].groups["experts"].enter("all_reduce")
+    bench.ranks[0].phase = "wait-result"
+    bench.ranks[0].streams["compute"] = Stream([("event.wait", 9)])
+    bench.ranks[0].streams["copy"] = Stream([("event.wait", 9)])
+    found = alarms(bench.run(SETTINGS.floor_s - 2 * PERIOD_S))
+    assert found and isinstance(found[0], Suspect)
+    assert (found[0].reason, found[0].road, found[0].ranks) == ("cycle", "proof", (0, 1))
+    bench.ranks[0].streams["compute"] = Stream([("gemm", 9)])  # it may be computing on its way there
+    bench.step()
+    assert not alarms(bench.run(SETTINGS.floor_s - 2 * PERIOD_S))
+
+
 def test_a_starved_observer_widens_the_budget() -> None:
     bench = Bench()
     bench.warm()

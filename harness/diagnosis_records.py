@@ -1,0 +1,130 @@
+"""Decision records of the same step held against each other. Pure.
+
+Here: the first step at which ranks differ that should not, and how that is worded. What it means is
+``diagnosis_decisions.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.diagnosis_case import Case
+from harness.diagnosis_model import Fact
+
+MUST_AGREE = ("mode_agreed", "modes", "tokens", "passes")
+"""Fields of a decision record that are the outcome of the agreement, so equal on all ranks; ``passes``, where it is
+there, how often the rank made the step."""
+PEERS_AGREE = ("aborted", "requests", "mode", "batch", "own_tokens", "retracted")
+"""Fields that are equal on the ranks of one attention group: they compute the same batch."""
+FOLLOWS_AGREEMENT = ("padding", "bucket", "graph")
+"""Fields that follow from it; where only these differ, the collectives of the step tell the story."""
+_ABSENT = {"passes": 1}
+"""What a record says that does not have the field."""
+
+Records = Mapping[int, Mapping[str, Any]]
+"""Of one step, by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """At ``step``, the first one, the records differ in ``name``."""
+
+    step: int
+    name: str
+    records: Records
+
+    @property
+    def values(self) -> dict[int, Any]:
+        return {rank: value_of(record, self.name) for rank, record in self.records.items()}
+
+
+def first_divergence(case: Case, fields: tuple[str, ...]) -> Divergence | None:
+    """The first step at which the ranks differ in one of ``fields``."""
+    records = {rank: case.decisions(rank) for rank in case.views}
+    for step in sorted({step for found in records.values() for step in found}):
+        at = {rank: found[step] for rank, found in records.items() if step in found}
+        if _alike([tuple(map(record.get, fields)) for record in at.values()]):
+            continue
+        for name in fields:
+            having = {rank: record for rank, record in at.items() if name in record or name in _ABSENT}
+            if _differ(having, name):
+                return Divergence(step, name, having)
+    return None
+
+
+def first_peer_divergence(case: Case) -> Divergence | None:
+    """The first step at which ranks of one attention group differ."""
+    found = {rank: case.decisions(rank) for rank in case.views}
+    for step in sorted({step for records in found.values() for step in records}):
+        groups: dict[int, dict[int, Mapping[str, Any]]] = {}
+        for rank, records in found.items():
+            if step in records and isinstance(group := records[step].get("dp"), int):
+                groups.setdefault(group, {})[rank] = records[step]
+        for members in groups.values():
+            if _alike([tuple(map(record.get, PEERS_AGREE)) for record in members.values()]):
+                continue
+            for name in PEERS_AGREE:
+                having = {rank: record for rank, record in members.items() if name in record}
+                if _differ(having, name):
+                    return Divergence(step, name, members)
+    return None
+
+
+def divergence_facts(case: Case, fields: tuple[str, ...]) -> list[Fact]:
+    found = first_divergence(case, fields)
+    return [] if found is None else differing_facts(case, found)
+
+
+def minority_of(values: Mapping[int, Any]) -> tuple[int, ...]:
+    """The ranks outside the majority; all of them when there is none."""
+    parties: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        parties.setdefault(repr(value), []).append(rank)
+    most = max(len(party) for party in parties.values())
+    if sum(len(party) == most for party in parties.values()) > 1:
+        return tuple(sorted(values))
+    return tuple(sorted(rank for party in parties.values() if len(party) < most for rank in party))
+
+
+def differing_facts(case: Case, found: Divergence) -> list[Fact]:
+    if found.name == "passes":
+        return [_passes_fact(case, found.step, rank, found.records[rank]) for rank in sorted(found.records)]
+    return [
+        Fact(
+            f"rank {rank}: at step {found.step}, the first on which the ranks differ, {found.name} is {value}",
+            case.decisions_path(rank),
+        )
+        for rank, value in sorted(found.values.items())
+    ]
+
+
+def _passes_fact(case: Case, step: int, rank: int, record: Mapping[str, Any]) -> Fact:
+    passes = value_of(record, "passes")
+    said = (
+        f"made step {step} {passes} times"
+        if passes != 1
+        else f"made step {step} once, as every rank every step"
+    )
+    failed = record.get("failed")
+    why = [
+        f"{one.get('request', 'a request')} failed ({one.get('reason', 'no reason given')})"
+        for one in (failed if isinstance(failed, list | tuple) else ())
+        if isinstance(one, Mapping)
+    ]
+    return Fact(f"rank {rank} {said}{': ' if why else ''}{', '.join(why)}", case.decisions_path(rank))
+
+
+def value_of(record: Mapping[str, Any], name: str) -> Any:
+    """What the record says of it, or means by not saying it."""
+    return record.get(name, _ABSENT.get(name))
+
+
+def _differ(records: Records, name: str) -> bool:
+    return not _alike([value_of(record, name) for record in records.values()])
+
+
+def _alike(values: list[Any]) -> bool:
+    """All are equal. One call that compares: this is asked for each step of thousands of ranks."""
+    return not values or values.count(values[0]) == len(values)

@@ -1,0 +1,232 @@
+"""Ranks that went apart, found in what they wrote down of each step; each rule beside a near miss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ledger_builder import Group, Rank
+from test_diagnose import blamed, evidence, facts
+
+from harness.diagnose import Diagnosis, diagnose
+
+Edit = Callable[[int, int, dict[str, Any]], None]
+"""Changes a record: (rank, step, record)."""
+BEGUN = 12
+"""The step in which every host stands; the records go up to the one before."""
+
+
+def records(world: int, last: int, edit: Edit) -> dict[int, list[dict[str, Any]]]:
+    """What ranks in good health write down: every third step is a prefill, of 4 collectives; the others have 6."""
+    made: dict[int, list[dict[str, Any]]] = {}
+    for rank in range(world):
+        entered = 0
+        made[rank] = []
+        for step in range(1, last + 1):
+            prefill = step % 3 == 0
+            record = {
+                "step": step, "mode": "prefill" if prefill else "decode",
+                "modes": ["prefill" if prefill else "decode", *["decode"] * (world - 1)],
+                "tokens": [9 if prefill else 2, *[2] * (world - 1)],
+                "padding": "sum_len" if prefill else "max_len", "bucket": 0 if prefill else 2, "graph": not prefill,
+                "collectives": {"agree": step, "experts": entered},
+            }  # fmt: skip
+            entered += 4 if prefill else 6
+            edit(rank, step, record)
+            made[rank].append(record)
+    return made
+
+
+def nothing(rank: int, step: int, record: dict[str, Any]) -> None:
+    pass
+
+
+def standing(world: int, found: dict[int, list[dict[str, Any]]]) -> list[Rank]:
+    """All ranks agreed on all steps with a record, and are in the agreement of the next one, but the last rank,
+    which does not come to it."""
+    ranks = [Rank(number, world, step=BEGUN) for number in range(world)]
+    done = len(found[0])
+    for rank in ranks:
+        everyone = tuple(range(world))
+        rank.groups["agree"] = Group(everyone, host=True).round(*["all_gather"] * done)
+        rank.groups["experts"] = Group(everyone).round(*["all_reduce"] * 5 * done)
+        rank.decisions = found[rank.rank]
+        rank.phase = "agree"
+    for rank in ranks[:-1]:
+        rank.groups["agree"].enter("all_gather")
+    ranks[-1].phase = "schedule"
+    return ranks
+
+
+def told(ranks: list[Rank], found: dict[int, list[dict[str, Any]]]) -> Diagnosis:
+    """The rings keep the newest records, the files all of them."""
+    return diagnose(evidence(ranks, decisions={rank: tuple(whole) for rank, whole in found.items()}))
+
+
+def verdict(diagnosis: Diagnosis) -> tuple[str, list[int | None]]:
+    return diagnosis.mechanism, blamed(diagnosis)
+
+
+# Counts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skipper", [0, 1])
+def test_an_agreement_left_out_thousands_of_steps_ago_is_found_where_it_was(skipper: int) -> None:
+    def skips(rank: int, step: int, record: dict[str, Any]) -> None:
+        if rank == skipper and step >= 40:
+            record["collectives"]["agree"] -= 1
+
+    found = records(2, 2500, skips)
+    ranks = standing(2, found)
+    for rank in ranks:
+        rank.step = 2501
+    diagnosis = told(ranks, found)
+    assert verdict(diagnosis) == ("collective-skipped", [skipper])
+    assert (diagnosis.confidence, diagnosis.stream) == ("proven", "host")
+    assert diagnosis.collective is not None and diagnosis.collective.group == "agree"
+    assert (
+        f"rank {skipper} left one out: no collective of group agree between its record of step 39 and that of "
+        "step 40, where such a step had 1 on every rank" in facts(diagnosis)
+    )
+
+
+def test_ranks_that_number_their_steps_each_by_itself_are_not_held_against_each_other() -> None:
+    def own(rank: int, step: int, record: dict[str, Any]) -> None:
+        record["collectives"]["agree"] += 5 * rank
+
+    found = records(2, BEGUN - 1, own)
+    assert verdict(told(standing(2, found), found)) == ("host-blocked", [1])
+
+
+def left_out(skipper: int, at: int, by: int) -> Edit:
+    def skips(rank: int, step: int, record: dict[str, Any]) -> None:
+        if rank == skipper and step > at:
+            record["collectives"]["experts"] -= by
+
+    return skips
+
+
+@pytest.mark.parametrize("skipper", [0, 1])
+def test_a_collective_left_out_of_a_prefill_is_told_by_the_prefills_before(skipper: int) -> None:
+    found = records(2, BEGUN - 1, left_out(skipper, at=9, by=2))
+    diagnosis = told(standing(2, found), found)
+    assert verdict(diagnosis) == ("collective-skipped", [skipper])
+    assert (diagnosis.confidence, diagnosis.stream) == ("proven", "comm")
+    assert (
+        f"rank {skipper} left one out: 2 collectives of group experts between its record of step 9"
+        in facts(diagnosis)
+    )
+
+
+def test_what_all_leave_out_together_is_nobodys_fault() -> None:
+    found = records(2, BEGUN - 1, lambda _, step, record: left_out(0, 9, 2)(0, step, record))
+    assert verdict(told(standing(2, found), found)) == ("host-blocked", [1])
+
+
+def test_more_than_usual_is_no_skip() -> None:
+    found = records(2, BEGUN - 1, left_out(1, at=9, by=-1))
+    assert verdict(told(standing(2, found), found)) == ("collective-mismatch", [1])
+
+
+def test_with_no_step_of_that_kind_before_two_ranks_are_not_told_apart_and_three_are() -> None:
+    for world, expected in ((2, []), (3, [2])):
+        found = records(world, BEGUN - 1, left_out(world - 1, at=3, by=2))
+        diagnosis = told(standing(world, found), found)
+        assert blamed(diagnosis) == expected, "step 3 is the first prefill"
+
+
+def test_the_last_step_of_a_rank_that_wrote_no_further_record_is_in_its_ledger() -> None:
+    found = records(2, 9, nothing)
+    ranks = standing(2, found)
+    before = found[0][-1]["collectives"]["experts"]
+    for rank in ranks:
+        rank.step = 10
+        rank.groups["experts"] = Group((0, 1)).round(*["all_reduce"] * before)
+    ranks[0].phase, ranks[0].step = "wait-result", 9
+    ranks[0].groups["experts"].round("all_reduce", "all_reduce").enter("all_reduce").add("all_reduce")
+    ranks[0].groups["agree"].records.pop()
+    ranks[1].phase = "agree"
+    ranks[1].groups["agree"].enter("all_gather")
+    ranks[1].groups["experts"].round("all_reduce", "all_reduce")
+    diagnosis = told(ranks, found)
+    assert verdict(diagnosis) == ("collective-skipped", [1])
+    assert diagnosis.collective is not None
+    assert (diagnosis.collective.group, diagnosis.collective.missing) == ("experts", (1,))
+
+
+# The outcome of the agreement ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_step_made_twice_is_a_decision_of_one_rank(culprit: int) -> None:
+    def again(rank: int, step: int, record: dict[str, Any]) -> None:
+        if (rank, step) == (culprit, 7):
+            record |= {"passes": 2, "failed": [{"request": "r1", "reason": "its grammar refused token 6"}]}
+
+    found = records(2, BEGUN - 1, again)
+    diagnosis = told(standing(2, found), found)
+    assert verdict(diagnosis) == ("decision-divergence", [culprit])
+    assert f"rank {culprit} made step 7 2 times: r1 failed (its grammar refused token 6)" in facts(diagnosis)
+
+
+def test_the_earliest_departure_decides() -> None:
+    def both(rank: int, step: int, record: dict[str, Any]) -> None:
+        left_out(0, at=9, by=2)(rank, step, record)
+        if (rank, step) == (1, 5):
+            record["passes"] = 2
+
+    found = records(2, BEGUN - 1, both)
+    assert verdict(told(standing(2, found), found)) == ("decision-divergence", [1])
+
+
+# One attention group -------------------------------------------------------------------------------------
+
+
+def grouped(edit: Edit) -> Edit:
+    """Ranks 0 and 1 are an attention group, 2 and 3 another."""
+
+    def with_batch(rank: int, step: int, record: dict[str, Any]) -> None:
+        record |= {"dp": rank // 2, "own_tokens": 2, "requests": ["a", "b"], "aborted": [], "retracted": []}
+        edit(rank, step, record)
+
+    return with_batch
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2, 3])
+def test_the_rank_that_drops_a_request_alone_is_named_and_its_peer_is_not(culprit: int) -> None:
+    def drops(rank: int, step: int, record: dict[str, Any]) -> None:
+        if rank == culprit and step == 8:
+            record |= {"aborted": ["b"], "requests": ["a"], "own_tokens": 1}
+
+    found = records(4, BEGUN - 1, grouped(drops))
+    assert verdict(told(standing(4, found), found)) == ("decision-divergence", [culprit])
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_order_of_victims_that_no_retraction_had_before_is_odd(culprit: int) -> None:
+    def retracts(rank: int, step: int, record: dict[str, Any]) -> None:
+        if step % 4 == 0 and rank < 2:
+            victims = [["b", 1, -9, -2], ["a", 4, -3, -1]]
+            if (rank, step) == (culprit, 8):
+                victims.reverse()
+            record |= {"victims": victims, "retracted": [victims[0][0]], "requests": [victims[1][0]]}
+
+    found = records(4, BEGUN - 1, grouped(retracts))
+    diagnosis = told(standing(4, found), found)
+    assert verdict(diagnosis) == ("decision-divergence", [culprit])
+    assert f"rank {culprit} considered its victims in the order" in facts(diagnosis)
+
+
+def test_two_ranks_that_differ_without_a_word_why_are_both_named() -> None:
+    def differs(rank: int, step: int, record: dict[str, Any]) -> None:
+        if (rank, step) == (3, 8):
+            record["requests"] = ["a", "c"]
+
+    found = records(4, BEGUN - 1, grouped(differs))
+    assert verdict(told(standing(4, found), found)) == ("decision-divergence", [2, 3])
+
+
+def test_attention_groups_may_differ_from_each_other() -> None:
+    found = records(4, BEGUN - 1, grouped(lambda rank, _, record: record.update(requests=[rank // 2])))
+    assert verdict(told(standing(4, found), found)) == ("host-blocked", [3])

@@ -1,0 +1,186 @@
+"""A rank that ran something else than was agreed, or came to another group; each rule beside a near miss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ledger_builder import Group, Rank
+from test_diagnose import blamed, evidence, facts
+
+from harness.diagnose import Diagnosis, diagnose
+
+MAX_LEN = {"tokens": [4, 1], "padding": "max_len", "bucket": 0, "graph": False}
+GRAPH = {"tokens": [4, 1], "padding": "max_len", "bucket": 4, "graph": True}
+
+
+def stepping(world: int = 2, *, shape: tuple[int, ...] = (4, 64)) -> list[Rank]:
+    """Four eager steps of two collectives, padded to the longest; all hosts stand in the fifth."""
+    ranks = [Rank(number, world, step=5) for number in range(world)]
+    for rank in ranks:
+        group = rank.groups["experts"] = Group(tuple(range(world)))
+        for step in range(1, 5):
+            rank.decisions.append({"step": step, **MAX_LEN, "collectives": {"experts": group.enqueued}})
+            group.add("all_gather", shape).add("reduce_scatter", (shape[0] * 2, *shape[1:]))
+        group.round()
+    return ranks
+
+
+def last(ranks: list[Rank], record: dict[str, Any]) -> None:
+    for rank in ranks:
+        counts = {"experts": rank.groups["experts"].enqueued}
+        rank.decisions.append({"step": 5, **record, "collectives": counts})
+
+
+def replays(rank: Rank, graph: str) -> None:
+    rank.groups["experts"].add(f"graph {graph}", (4,), "", 4)
+    rank.streams["compute"].operations.append((f"graph.replay {graph}", 5))
+
+
+def found(ranks: list[Rank]) -> Diagnosis:
+    return diagnose(evidence(ranks))
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_runs_eagerly_what_all_agreed_to_replay_is_named(culprit: int) -> None:
+    ranks = stepping()
+    last(ranks, GRAPH)
+    for rank in ranks:
+        if rank.rank == culprit:
+            rank.groups["experts"].enter("all_reduce", (4, 64))
+        else:
+            replays(rank, "decode.4")
+    diagnosis = found(ranks)
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-mismatch", [culprit])
+    assert diagnosis.stream == "comm"
+    assert diagnosis.collective is not None and diagnosis.collective.mismatch is not None
+    assert diagnosis.collective.mismatch.what == "operation"
+    assert (
+        f"rank {culprit}: at step 5 the ranks agreed on the graph of bucket 4 for tokens [4, 1], and it brought "
+        "all_reduce (4, 64) float32" in facts(diagnosis)
+    )
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_another_bucket_than_the_agreed_one_is_a_mismatch_of_sizes(culprit: int) -> None:
+    ranks = stepping()
+    last(ranks, GRAPH)
+    for rank in ranks:
+        replays(rank, "decode.2" if rank.rank == culprit else "decode.4")
+    diagnosis = found(ranks)
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-mismatch", [culprit])
+    assert diagnosis.stream == "compute"
+    assert diagnosis.collective is not None and diagnosis.collective.mismatch is not None
+    assert diagnosis.collective.mismatch.what == "size"
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_rows_that_do_not_fit_the_agreed_counts_name_the_rank(culprit: int) -> None:
+    ranks = stepping()
+    last(ranks, MAX_LEN)
+    for rank in ranks:
+        rank.groups["experts"].enter("all_gather", (1 if rank.rank == culprit else 4, 64))
+    diagnosis = found(ranks)
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-mismatch", [culprit])
+
+
+def test_rows_of_a_group_that_never_fitted_the_counts_name_nobody_by_them() -> None:
+    ranks = stepping(shape=(7, 64))
+    last(ranks, MAX_LEN)
+    for rank in ranks:
+        rank.groups["experts"].enter("all_gather", (1 if rank.rank else 4, 64))
+    assert blamed(found(ranks)) == [0, 1], "both sides are shown, and nobody is chosen"
+
+
+def test_what_a_rank_wrote_down_that_it_ran_is_believed() -> None:
+    ranks = stepping(shape=(7, 64))
+    last(ranks, MAX_LEN)
+    ranks[0].decisions[-1]["ran"] = {**MAX_LEN, "padding": "sum_len"}
+    for rank in ranks:
+        rank.groups["experts"].enter("all_reduce" if rank.rank == 0 else "all_gather", (5, 64))
+    diagnosis = found(ranks)
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-mismatch", [0])
+    assert "and it ran an eager step padded sum_len for tokens [4, 1]" in facts(diagnosis)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_type_that_no_step_had_names_the_rank_that_brought_it(culprit: int) -> None:
+    ranks = stepping()
+    last(ranks, MAX_LEN)
+    for rank in ranks:
+        rank.groups["experts"].enter("all_gather", (4, 64), "float64" if rank.rank == culprit else "float32")
+    diagnosis = found(ranks)
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-mismatch", [culprit])
+    assert diagnosis.collective is not None and diagnosis.collective.mismatch is not None
+    assert diagnosis.collective.mismatch.what == "dtype"
+
+
+def test_a_host_that_is_a_step_ahead_of_its_device_is_judged_in_the_step_that_stands() -> None:
+    ranks = stepping()
+    last(ranks, MAX_LEN)
+    for rank in ranks:
+        group = rank.groups["experts"]
+        group.enter("all_gather", (4, 64), "float64" if rank.rank else "float32").add(
+            "reduce_scatter", (8, 64)
+        )
+        rank.decisions.append({"step": 6, **MAX_LEN, "collectives": {"experts": group.enqueued}})
+        group.add("all_gather", (4, 64)).add("reduce_scatter", (8, 64))
+        rank.step = 6
+    diagnosis = found(ranks)
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-mismatch", [1])
+    assert "in its step 5" in facts(diagnosis)
+
+
+def test_two_roots_are_a_mismatch_of_roots() -> None:
+    ranks = stepping(3)
+    for rank in ranks:
+        rank.groups["world"] = Group((0, 1, 2), host=True).round(*["broadcast from 0"] * 3)
+        rank.groups["world"].enter(f"broadcast from {int(rank.rank == 2)}")
+    diagnosis = found(ranks)
+    assert (diagnosis.mechanism, blamed(diagnosis), diagnosis.stream) == ("collective-mismatch", [2], "host")
+    assert diagnosis.collective is not None and diagnosis.collective.mismatch is not None
+    assert diagnosis.collective.mismatch.what == "root"
+
+
+# Groups --------------------------------------------------------------------------------------------------
+
+
+def four(times: int) -> list[Rank]:
+    """Ranks 0 and 1 are an attention group, 2 and 3 another; each had so many agreements of its own. Ranks 2 and 3
+    are in one of all ranks, the others in the agreement of the next step."""
+    ranks = [Rank(number, 4, step=5) for number in range(4)]
+    for rank in ranks:
+        own = (0, 1) if rank.rank < 2 else (2, 3)
+        rank.groups["agree"] = Group((0, 1, 2, 3), host=True).round(*["all_gather"] * 4)
+        rank.groups["attention_host"] = Group(own, host=True).round(*["all_reduce"] * times)
+        if rank.rank < 2:
+            rank.groups["agree"].enter("all_gather")
+        else:
+            rank.groups["world"] = Group((0, 1, 2, 3), host=True).enter("all_reduce")
+    return ranks
+
+
+def test_an_operation_that_belongs_to_a_narrower_group_names_the_ranks_that_came() -> None:
+    diagnosis = found(four(3))
+    assert (diagnosis.mechanism, blamed(diagnosis), diagnosis.stream) == (
+        "collective-skipped",
+        [2, 3],
+        "host",
+    )
+    assert diagnosis.collective is not None and diagnosis.collective.mismatch is not None
+    shown = diagnosis.collective
+    assert (shown.group, shown.waiting, shown.missing) == ("world", (2, 3), (0, 1))
+    assert diagnosis.collective.mismatch.what == "group"
+    assert "rank 2 carried out all_reduce (4,) float32 3 times in group attention_host" in facts(diagnosis)
+
+
+def test_an_operation_that_nobody_did_before_is_not_in_a_wrong_group() -> None:
+    assert "wrong" not in found(four(0)).signature and blamed(found(four(0))) != [2, 3]
+
+
+def test_an_operation_that_the_wide_group_did_before_belongs_there() -> None:
+    ranks = four(3)
+    for rank in ranks:
+        world = Group((0, 1, 2, 3), host=True).round("all_reduce")
+        rank.groups["world"] = world.enter("all_reduce") if rank.rank > 1 else world
+    assert blamed(found(ranks)) != [2, 3]
