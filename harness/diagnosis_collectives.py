@@ -30,7 +30,8 @@ REGISTRATION = ("regist", "rendezvous", "symm")
 
 def raised(case: Case) -> Cause | None:
     """A rank raised, and others wait in a collective that it never entered."""
-    for wait in still_waits(case):
+    # An agreement comes after the collectives of the step before: who misses both left the step before that.
+    for wait in sorted(still_waits(case), key=lambda wait: wait.group in AGREEMENT_GROUPS):
         absent = [case.views[rank] for rank in wait.missing if case.views[rank].exception is not None]
         first_hand = [view for view in absent if not view.symptom]
         if not absent:

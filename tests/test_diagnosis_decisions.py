@@ -230,3 +230,19 @@ def test_two_ranks_that_differ_without_a_word_why_are_both_named() -> None:
 def test_attention_groups_may_differ_from_each_other() -> None:
     found = records(4, BEGUN - 1, grouped(lambda rank, _, record: record.update(requests=[rank // 2])))
     assert verdict(told(standing(4, found), found)) == ("host-blocked", [3])
+
+
+# A rank that raised --------------------------------------------------------------------------------------
+
+
+def test_of_two_collectives_that_miss_a_rank_that_raised_the_step_s_own_is_told() -> None:
+    """Rank 0 has no token to wait for and is in the next agreement already; rank 2 raised at the launch."""
+    found = records(3, BEGUN - 1, nothing)
+    ranks = standing(3, found)
+    ranks[1].groups["experts"].enter("all_reduce")
+    ranks[1].groups["agree"].records.pop()
+    ranks[0].groups["experts"].add("all_reduce")
+    whole = evidence(ranks, exceptions={2: "IndexError: list index out of range"})
+    diagnosis = diagnose(whole)
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-skipped", [2])
+    assert diagnosis.collective is not None and diagnosis.collective.group == "experts"
