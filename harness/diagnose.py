@@ -6,8 +6,9 @@ it. Ranks that were suspected and went on are none of these: ``diagnosis_slow.py
 1. a process is gone or stopped, or a rank raised while others wait where it never came;
 2. requests stand although no rank does (``diagnosis_service.py``); or there is no ledger, only stacks;
    everything moves: nothing hangs, unless it moves for nothing;
-3. a replayed graph lacks a record that was overtaken (``diagnosis_streams.py``); one communicator is on two
-   streams (``diagnosis_order.py``); a collective went to another group (``diagnosis_groups.py``);
+3. a replayed graph lacks a record that was overtaken (``diagnosis_streams.py``); a registration waits for ranks
+   that wait for those that register (``diagnosis_registration.py``); one communicator is on two streams
+   (``diagnosis_order.py``); a collective went to another group (``diagnosis_groups.py``);
 4. at some step, however far back, ranks went apart (``diagnosis_decisions.py``);
    two groups were entered in two orders (``diagnosis_order.py``), the ranks brought different things, or wait in a
    circle (``diagnosis_collectives.py``);
@@ -56,6 +57,7 @@ from harness.diagnosis_model import (
 )
 from harness.diagnosis_order import two_orders, two_streams
 from harness.diagnosis_records import FOLLOWS_AGREEMENT
+from harness.diagnosis_registration import registration_stall
 from harness.diagnosis_roots import root_cause
 from harness.diagnosis_service import by_stacks, held_up
 from harness.diagnosis_slow import slow
@@ -84,6 +86,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         or held_up(case)
         or _moving(case)
         or stream_order(case)
+        or registration_stall(case)
         or two_streams(case)
         or wrong_group(case)
         or first_departure(case)

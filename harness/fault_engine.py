@@ -115,3 +115,18 @@ class GrowHeap(Fault):
         heap = passing.values.get("heap")
         if heap is not None:
             heap.reserve(self.nbytes)
+
+
+@register
+class RegisterEarly(Fault):
+    """The rank makes room in the symmetric heap where it builds its batch, by its own tokens, and not where all
+    ranks do: before the agreement of the step instead of behind it."""
+
+    name: Literal["register_early"]
+    sites: ClassVar[tuple[str, ...]] = ("rank.batch",)
+
+    def finds(self, passing: Passing) -> bool:
+        return not passing["engine"].has_room(passing["tokens"])
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        passing["engine"].make_room(passing["tokens"], "agree")

@@ -43,7 +43,7 @@ SITES: Mapping[str, Site] = {
     "rank.step": Site("a step begins", "host", ("step", "engine"), (), ""),
     "rank.batch": Site(
         "the rank has its batch and tells the others of it",
-        "host", ("step", "mode", "tokens", "grammar", "batch"), (),
+        "host", ("step", "mode", "tokens", "grammar", "batch", "engine"), (),
         "the agreement: the rank goes by what it knows itself",
     ),
     "rank.plan": Site(
@@ -94,6 +94,10 @@ SITES: Mapping[str, Site] = {
         ("group", "operation", "sequence", "heap"), (), "",
     ),
     "comm.after": Site("a collective is done", "stream", ("group", "operation", "sequence"), (), ""),
+    "symm.reserve": Site(
+        "the host is about to make room in the symmetric heap, together with the others",
+        "host", ("group", "nbytes"), (), "",
+    ),
     "symm.register": Site(
         "the symmetric heap is too small and is about to grow, together with the others'",
         "stream", ("group", "nbytes", "heap"), ("nbytes",), "",

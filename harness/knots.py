@@ -47,7 +47,7 @@ def _carries(record: OpRecord, group: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Held:
     """``rank`` does not come to the registration: it stands in ``behind``, which needs ``needed``, a rank in the
-    registration. ``certain``: that rank has not entered it; else both stand in a replay, and nobody sees inside."""
+    registration, who has not entered it or registers within it. Not ``certain`` in a replay: nobody sees inside."""
 
     rank: int
     behind: Wait
@@ -84,10 +84,10 @@ def _held(rank: int, registration: Wait, found: tuple[Wait, ...]) -> Held | None
         for needed in inside:
             if needed in behind.missing or needed in behind.late:
                 return Held(rank, behind, needed, certain=True)
-        if behind.operation.startswith(GRAPH_PREFIX):
-            needed_too = next((one for one in inside if one in behind.waiting), None)
-            if needed_too is not None:
-                return Held(rank, behind, needed_too, certain=False)
+        needed_too = next((one for one in inside if one in behind.waiting), None)
+        if needed_too is not None:
+            # It registers in the course of that collective, which is not over before.
+            return Held(rank, behind, needed_too, certain=not behind.operation.startswith(GRAPH_PREFIX))
     return None
 
 

@@ -154,6 +154,10 @@ class Engine(Table):
     parallel output projection: an idle rank takes part too. Every rank must be its own attention group."""
     exit_barrier: bool = False
     """All ranks meet at the end of a trial, after the drain (group ``world``)."""
+    symm_growth_bytes: Count | None = None
+    """Of the symmetric heap: the host makes room in it before each launch that needs more, as an allocator of
+    symmetric memory does, by multiples of so many bytes a member. Where nothing is said, the heap grows by
+    megabytes when a collective does not fit."""
     check_copies: bool = False
     """Of the built-in engine: each copy between host and device is held against what it was to bring. A difference
     goes into the decision file and names the rank of a corruption."""

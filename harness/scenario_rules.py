@@ -81,6 +81,7 @@ _BUILTIN_ALONE = (
     "stats_group",
     "output_parallel",
     "exit_barrier",
+    "symm_growth_bytes",
     "check_copies",
     "sample_ahead",
 )

@@ -29,7 +29,7 @@ from harness.devices.base import Device, Graph
 from harness.ledger import LedgerWriter
 from serving.board import Board, BoardTimeout, fitted
 from serving.groups import Topology, all_gather, reduce_scatter
-from serving.symmetric import SymmetricHeap
+from serving.symmetric import GROWTH_BYTES, SymmetricHeap
 
 T = TypeVar("T")
 Reduction = Literal["min", "max", "sum"]
@@ -51,6 +51,7 @@ class CommOptions:
     dp: int | None = None
     """Attention groups; None: every rank is one."""
     symmetric: bool = False
+    symm_growth_bytes: int = GROWTH_BYTES
     agree_first: bool = True
     """Post the header of each collective on the board before gloo moves data. Off for nccl and hccl."""
 
@@ -97,6 +98,7 @@ class Group:
         self._posted = 0
         self._closed = closed
         self._heap: SymmetricHeap | None = None
+        self._room_bytes = 0
         self._board: Board | None = None
         if self.size == 1:
             return
@@ -110,6 +112,7 @@ class Group:
                 timeout_s=options.timeout_s,
                 stop=closed,
                 carry=registration.register,
+                growth_bytes=options.symm_growth_bytes,
             )
         if options.agree_first and name != "agree":
             self._board = Board(options.shared / f"{files}.board", member=self.member, size=self.size)
@@ -252,6 +255,22 @@ class Group:
         if faults.ACTIVE is not None:
             faults.ACTIVE.visit("comm.after", group=self.name, operation=operation, sequence=sequence)
         return found
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the host has made room for collectives of ``nbytes``; always without a symmetric heap."""
+        return self._heap is None or nbytes <= self._room_bytes
+
+    def make_room(self, nbytes: int, timeout_s: float) -> None:
+        """Grows the symmetric heap to hold collectives of ``nbytes``, and waits until all members have: an
+        allocation from its pool. On ``compute``, in the order of the group's collectives. Host thread."""
+        heap = self._heap
+        if heap is None or self.has_room(nbytes):
+            return
+        if faults.ACTIVE is not None:
+            faults.ACTIVE.visit("symm.reserve", group=self.name, nbytes=nbytes)
+        self._room_bytes = heap.rounded(nbytes)
+        self._device.compute.run(lambda: heap.reserve(nbytes), f"reserve {self.name}", opaque=True)
+        self._device.compute.synchronize(timeout_s)
 
     def register(self, nbytes: int, exchange: Callable[[], None]) -> None:
         """Carries a registration of segments of ``nbytes``, on the stream's thread where it turns out to be needed:

@@ -209,7 +209,7 @@ class Engine:
         )
         group, alone = self._comm.group("agree"), False
         if faults.ACTIVE is not None:
-            passing = faults.ACTIVE.visit("rank.batch", **self._told(batch), batch=batch)
+            passing = faults.ACTIVE.visit("rank.batch", **self._told(batch), batch=batch, engine=self)
             alone = passing.skipped
         return agree(
             group,
@@ -260,6 +260,8 @@ class Engine:
             )
             if passing.skipped:
                 return None
+        if self.config.allocate_room:
+            self.make_room(plan.rows, "launch")
         rows = batch.rows
         prefix = self._rows.assign(batch)
         if plan.graph:
@@ -282,6 +284,21 @@ class Engine:
         else:
             self._forward.enqueue(ws, args)
         return Launched(ws, batch.sampling)
+
+    def has_room(self, rows: int) -> bool:
+        """Whether the symmetric heap has been grown to hold a pass of so many gathered rows."""
+        return self._comm.group("experts").has_room(self._collective_bytes(rows))
+
+    def make_room(self, rows: int, phase: str) -> None:
+        """Grows it, together with all ranks, where it does not; goes on in ``phase``."""
+        if not self.has_room(rows):
+            self._phase("allocate")
+            self._comm.group("experts").make_room(self._collective_bytes(rows), self.config.wait_s)
+            self._phase(phase)
+
+    def _collective_bytes(self, rows: int) -> int:
+        """Of the largest collective around the experts."""
+        return rows * self._model.config.hidden_size * self._model.dtype.itemsize
 
     def _replay(self, graph: Graph, ws: Workspace, args: HostArgs) -> None:
         """Update the host arguments for this step, fenced by the previous replay; then replay."""

@@ -42,6 +42,8 @@ class EngineConfig:
     """The output projection is spread over all ranks, each of which is its own attention group."""
     exit_barrier: bool = False
     """All ranks meet once more when they are through."""
+    allocate_room: bool = False
+    """The host makes room in the symmetric heap before each launch that needs more."""
     check_copies: bool = False
     """Each copy of a hot path is held against what it was to bring; differences go into the decisions."""
     sample_ahead: bool = False

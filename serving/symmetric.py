@@ -23,7 +23,7 @@ import torch
 from harness import faults
 from serving.board import Board, BoardTimeout
 
-_GROWTH_BYTES = 1 << 20
+GROWTH_BYTES = 1 << 20
 _SIGNAL = struct.Struct("<QI")  # bytes written, their crc32
 _SETTLE_POLL_S = 20e-6
 
@@ -53,7 +53,10 @@ class SymmetricHeap:
         timeout_s: float,
         stop: Callable[[], bool],
         carry: Carry = _uncarried,
+        growth_bytes: int = GROWTH_BYTES,
     ) -> None:
+        """``growth_bytes``: a segment holds a multiple of that."""
+        self._growth_bytes = growth_bytes
         self._carry = carry
         self._directory = directory
         self._name = name
@@ -73,6 +76,10 @@ class SymmetricHeap:
     def registered_bytes(self) -> int:
         """Bytes of this rank's segment that its peers map."""
         return 2 * self._half_bytes
+
+    def rounded(self, nbytes: int) -> int:
+        """What a segment holds that is made for collectives of ``nbytes`` a member."""
+        return -(-nbytes // self._growth_bytes) * self._growth_bytes
 
     def reserve(self, nbytes: int) -> None:
         """Makes room for collectives of ``nbytes`` a member; registers where there is none yet, and then all
@@ -143,7 +150,7 @@ class SymmetricHeap:
             nbytes = faults.ACTIVE.visit("symm.register", group=self._name, nbytes=nbytes, heap=self)[
                 "nbytes"
             ]
-        half_bytes = -(-nbytes // _GROWTH_BYTES) * _GROWTH_BYTES
+        half_bytes = self.rounded(nbytes)
         self._carry(2 * half_bytes, lambda: self._exchange(half_bytes))
 
     def _exchange(self, half_bytes: int) -> None:

@@ -181,3 +181,22 @@ def test_steps_may_be_sampled_ahead_into_one_buffer_behind_a_fence(
     compute = [record.label for record in snapshot(trial, 0).streams["compute"].recent]
     samples = [number for number, label in enumerate(compute) if label == "sample" and number]
     assert samples and all(compute[number - 1] == "event.wait next_token_copy.done" for number in samples)
+
+
+@pytest.mark.parametrize("graph", ["on", "off"])
+def test_room_in_the_symmetric_heap_is_made_before_a_launch_that_needs_more(
+    ranks: LocalRanks, trials: Trials, reference: Trial, graph: str
+) -> None:
+    engine = {"symm_growth_bytes": 256, "chunk_tokens": 32}
+    trial = served(ranks, trials, reference, 2, engine, graph=graph, symm_mem="on")
+    row_bytes = TINY.hidden_size * 4
+    largest = max(sum(step["tokens"]) for step in decisions(trial)) * row_bytes
+    for rank in range(2):
+        found = snapshot(trial, rank).groups["symm"]
+        sizes = [record.shape[0] // 2 for record in found.recent]
+        assert found.enqueued == len(sizes) > 0 and sizes == sorted(set(sizes)), "it only grows"
+        assert sizes[-1] >= largest and all(size % 256 == 0 for size in sizes)
+        reserved = [
+            r for r in snapshot(trial, rank).streams["compute"].recent if r.label == "reserve experts"
+        ]
+        assert len(reserved) <= len(sizes)

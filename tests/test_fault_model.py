@@ -175,3 +175,21 @@ def test_a_collective_is_held_back_until_the_next_of_another_group_and_then_no_m
     for group in ("experts", "stats", "experts", "experts", "stats"):
         enqueue(group)
     assert made == ["experts", "experts", "stats", "experts", "stats"]
+
+
+def test_a_rank_allocates_early_only_what_it_has_no_room_for() -> None:
+    class Room:
+        grown: tuple[int, str] | None = None
+
+        def has_room(self, rows: int) -> bool:
+            return rows <= 8
+
+        def make_room(self, rows: int, phase: str) -> None:
+            self.grown = (rows, phase)
+
+    (armed,) = arm([parse({"name": "register_early"})], 0, seed=1)
+    engine = Room()
+    armed.visit(Passing("rank.batch", 0, 5, {"tokens": 8, "engine": engine}))
+    assert engine.grown is None
+    armed.visit(Passing("rank.batch", 0, 6, {"tokens": 9, "engine": engine}))
+    assert engine.grown == (9, "agree")

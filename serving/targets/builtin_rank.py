@@ -34,6 +34,7 @@ from serving.groups import ProcessGroups, Topology
 from serving.journal import Journal
 from serving.model_config import load_config, preset
 from serving.scheduler import Counters, SchedulerConfig
+from serving.symmetric import GROWTH_BYTES
 from serving.weights import expert_range, head_range, load_weights, random_weights
 from serving.workload import for_rank, generate, longest_context, workload
 
@@ -88,6 +89,7 @@ class RankActor:
                 timeout_s=spec.timeout_s,
                 dp=self._topology.dp,
                 symmetric=spec.toggles.get("symm_mem") == "on",
+                symm_growth_bytes=spec.engine["symm_growth_bytes"] or GROWTH_BYTES,
             ),
             device,
             ledger,
@@ -192,6 +194,7 @@ def make_engine(
         expert_stats=engine["expert_stats"],
         stats_group=engine["stats_group"],
         exit_barrier=engine["exit_barrier"],
+        allocate_room=engine["symm_growth_bytes"] is not None,
         check_copies=engine["check_copies"],
         sample_ahead=engine["sample_ahead"],
         wait_s=spec.timeout_s,
