@@ -7,11 +7,11 @@ it. Ranks that were suspected and went on are none of these: ``diagnosis_slow.py
 2. requests stand although no rank does (``diagnosis_service.py``); or there is no ledger, only stacks;
    everything moves: nothing hangs, unless it moves for nothing;
 3. a replayed graph lacks a record that was overtaken (``diagnosis_streams.py``); a registration waits for ranks
-   that wait for those that register (``diagnosis_registration.py``); one communicator is on two streams
-   (``diagnosis_order.py``); a collective went to another group (``diagnosis_groups.py``);
-4. at some step, however far back, ranks went apart (``diagnosis_decisions.py``);
-   two groups were entered in two orders (``diagnosis_order.py``), the ranks brought different things, or wait in a
-   circle (``diagnosis_collectives.py``);
+   that wait for those that register (``diagnosis_registration.py``); one communicator is on two streams, or two
+   groups were entered in two orders (``diagnosis_order.py``); a collective went to another group
+   (``diagnosis_groups.py``);
+4. at some step, however far back, ranks went apart (``diagnosis_decisions.py``); the ranks brought different
+   things, or wait in a circle (``diagnosis_collectives.py``);
 5. a rank raised of itself, or does something of its own while the others wait for it
    (``diagnosis_roots.py``);
 6. nothing decides: the facts, and no culprit.
@@ -89,8 +89,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         or registration_stall(case)
         or two_streams(case)
         or wrong_group(case)
-        or first_departure(case)
         or two_orders(case)
+        or first_departure(case)
         or mismatch(case)
         or order(case)
         or _faulted(case)

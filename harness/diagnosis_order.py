@@ -26,8 +26,8 @@ _SHOWN = 8
 
 
 def two_orders(case: Case) -> Cause | None:
-    """Ranks wait in a circle, each for one that has queued the collective behind another. None where it does not
-    tell which of them left the usual order."""
+    """Ranks wait in a circle, each for one that has queued the collective behind another, and all have queued as
+    many. None where it does not tell which of them left the usual order."""
     found = still_waits(case)
     links = cycle_in(found)
     circle = tuple(link.rank for link in links)
@@ -36,6 +36,8 @@ def two_orders(case: Case) -> Cause | None:
     groups = {link.wait.group for link in links}
     if len(groups) < 2 or not all(link.following in link.wait.late for link in links):
         return None
+    if not all(_queued_alike(case, link.wait) for link in links):
+        return None  # what stands behind another is a later one: the one before was left out
     left = {rank: one for rank, view in case.views.items() if (one := _left_its_order(view)) is not None}
     odd = tuple(sorted(left)) if len(left) < len(case.views) else ()
     odd = odd or _fewer(found, groups)
@@ -111,6 +113,23 @@ def _link_fact(case: Case, link: Link) -> Fact:
 def _side(link: Link) -> dict[str, object]:
     wait = link.wait
     return {"rank": link.rank, "group": wait.group, "sequence": wait.sequence, "operation": wait.operation}
+
+
+def _queued_alike(case: Case, wait: Wait) -> bool:
+    """The members have queued equally many of the group's collectives: by now, where their hosts are in the same
+    step, else when the newest step began that all have recorded."""
+    snapshots = [s for rank in wait.members if (s := case.views[rank].snapshot) is not None]
+    if len(snapshots) < len(wait.members):
+        return False
+    if len({snapshot.host.step for snapshot in snapshots}) == 1:
+        states = [snapshot.groups.get(wait.group) for snapshot in snapshots]
+        return len({0 if state is None else state.enqueued for state in states}) == 1
+    records = [case.decisions(rank) for rank in wait.members]
+    common = max(set.intersection(*(set(found) for found in records)), default=None)
+    if common is None:
+        return False
+    counts = [found[common].get("collectives") for found in records]
+    return len({one.get(wait.group) if isinstance(one, dict) else None for one in counts}) == 1
 
 
 # One rank's order ----------------------------------------------------------------------------------------

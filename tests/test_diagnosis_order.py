@@ -149,3 +149,23 @@ def test_a_rank_that_still_moves_proves_nothing_of_two_streams() -> None:
         bench.ranks[0].changes += 1
 
     assert alarms(bench.run(1.2, moves)) == []
+
+
+def test_a_skipped_collective_whose_successor_is_queued_is_no_question_of_order() -> None:
+    """Step 6's sum was left out; that of step 7, with its number, is queued behind step 7's first collective."""
+    ranks = crossed(2, (1,))
+    stands(ranks[0], ("all_reduce stats", STEPS + 1))
+    ranks[0].groups["stats"].started = STEPS
+    assert two_orders(Case.of(evidence(ranks))) is None
+
+
+@pytest.mark.parametrize(("counts", "order"), [((6, 5), False), ((6, 6), True)])
+def test_between_hosts_in_two_steps_the_newest_common_record_counts(
+    counts: tuple[int, int], order: bool
+) -> None:
+    ranks = crossed(2, (1,))
+    for rank, count in zip(ranks, counts, strict=True):
+        rank.step = 8 + rank.rank
+        begun = [(6 + rank.rank, 5), (8, count)]
+        rank.decisions = [{"step": step, "collectives": {"stats": n, "experts": 12}} for step, n in begun]
+    assert (two_orders(Case.of(evidence(ranks))) is not None) == order
