@@ -232,6 +232,8 @@ class Watchdog:
         settings = self._settings
         still_s = min((self._tracks[rank].still_s for rank in wait.waiting), default=0.0)
         over = [rank for rank in wait.missing if self._tracks[rank].done]
+        # What a rank left queued when its task ended may still be carried out, but not once it stands as they do.
+        over += [rank for rank in wait.late if self._tracks[rank].done and self._stands(rank)]
         # The driver starts the ranks one after the other, so parked peers are normal for a moment; a longer one
         # where it starves as the observer does.
         patience_s = settings.floor_s * self._starvation.widening
@@ -247,6 +249,11 @@ class Watchdog:
             *(f"rank {rank} never entered it and {why}" for rank in absent),
         )
         return _Finding("collective", "proof", wait.waiting, facts)
+
+    def _stands(self, rank: int) -> bool:
+        """Its ledger has not moved for as long as a proof takes, whether or not it still owes anything."""
+        unmoved_s = ((self._now_ns or 0) - self._tracks[rank].moved_ns) / 1e9
+        return unmoved_s >= self._settings.proof_still_s * self._starvation.widening
 
     def _mismatch(self, wait: Wait) -> _Finding | None:
         if not wait.mismatched:

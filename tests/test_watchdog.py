@@ -286,6 +286,24 @@ def test_a_member_whose_task_is_over_never_comes() -> None:
     assert any("rank 1 never entered" in fact for fact in found[-1].proof)
 
 
+def test_what_a_rank_left_queued_when_its_task_ended_never_comes_once_it_stands() -> None:
+    bench = Bench()
+    bench.warm()
+    in_groups(bench, "experts")
+    bench.run(0.2)
+    bench.ranks[0].groups["experts"].enter("all_reduce")
+    bench.ranks[1].groups["experts"].add("all_reduce")
+    bench.done[1] = True
+
+    def carries_on() -> None:
+        bench.ranks[1].streams["compute"].operations.append(("gemm", 9))
+
+    assert not alarms(bench.run(SETTINGS.floor_s - 2 * PERIOD_S, carries_on))
+    found = alarms(bench.run(2 * SETTINGS.proof_still_s + SETTINGS.confirm_after_s))
+    assert found and isinstance(found[-1], Confirmed)
+    assert (found[-1].road, found[-1].reason, found[-1].ranks) == ("proof", "collective", (0,))
+
+
 def test_what_finished_ranks_left_in_a_stream_alarms_nobody() -> None:
     bench = Bench()
     in_groups(bench, "experts")
