@@ -10,10 +10,11 @@ it. Ranks that were suspected and went on are none of these: ``diagnosis_slow.py
    that wait for those that register (``diagnosis_registration.py``); one communicator is on two streams, or two
    groups were entered in two orders (``diagnosis_order.py``); a collective went to another group
    (``diagnosis_groups.py``);
-4. at some step, however far back, ranks went apart (``diagnosis_decisions.py``); the ranks brought different
-   things, or wait in a circle (``diagnosis_collectives.py``);
-5. a rank raised of itself; all are in one collective, and kernels stand beside it (``diagnosis_device.py``); a
-   rank does something of its own while the others wait for it (``diagnosis_roots.py``);
+4. at some step, however far back, ranks went apart (``diagnosis_decisions.py``); a host left a message out of its
+   round (``diagnosis_control.py``); the ranks brought different things, or wait in a circle
+   (``diagnosis_collectives.py``);
+5. a rank raised of itself, or does something of its own while the others wait for it
+   (``diagnosis_roots.py``);
 6. nothing decides: the facts, and no culprit.
 
 Only what hardware can show is used: ledgers, the process table, host stacks. Stacks of a simulated device's
@@ -35,9 +36,9 @@ from harness.diagnosis_collectives import (
     wait_facts,
     waits_of_the_living,
 )
+from harness.diagnosis_control import left_out
 from harness.diagnosis_corruption import after_wrong_copies, copy_facts
 from harness.diagnosis_decisions import divergence, first_departure
-from harness.diagnosis_device import no_room
 from harness.diagnosis_groups import wrong_group
 from harness.diagnosis_model import (
     Cause,
@@ -92,10 +93,10 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         or wrong_group(case)
         or two_orders(case)
         or first_departure(case)
+        or left_out(case)
         or mismatch(case)
         or order(case)
         or _faulted(case)
-        or no_room(case)
         or root_cause(case)
         or divergence(case, FOLLOWS_AGREEMENT)
         or _raised_alone(case)

@@ -155,7 +155,7 @@ def order(case: Case) -> Cause | None:
         ranks=ranks if complete else (),
         facts=tuple(facts),
         confidence=("proven" if crossed else "supported") if complete else "suspected",
-        stream="comm",
+        stream=_stream_of(case, wait, wait.waiting[0]),
         collective=collective(wait, None if skipping else _order_sides(links)),
         family=wait.operation,
         group=wait.group,

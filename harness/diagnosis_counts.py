@@ -19,6 +19,7 @@ from typing import Any
 from harness.diagnosis_case import Case
 from harness.diagnosis_collectives import AGREEMENT_GROUPS, collective, still_waits, wait_facts
 from harness.diagnosis_model import Cause, Fact, StreamName
+from harness.ledger_snapshot import GroupState
 from harness.livelock import whole
 from harness.waits import Wait, by_host
 
@@ -119,14 +120,9 @@ def _fact(case: Case, found: Uneven, rank: int) -> Fact:
 
 def _stream(case: Case, found: Uneven) -> StreamName:
     """The control plane is the host's; the rest is carried by the comm stream, or within a graph."""
-    if found.group in AGREEMENT_GROUPS:
-        return "host"
-    for rank in found.did:
-        snapshot = case.views[rank].snapshot
-        state = snapshot.groups.get(found.group) if snapshot is not None else None
-        if state is not None and state.recent and all(map(by_host, state.recent)):
-            return "host"
-    return "comm"
+    snapshots = [snapshot for rank in found.did if (snapshot := case.views[rank].snapshot) is not None]
+    states = [state for snapshot in snapshots if (state := snapshot.groups.get(found.group)) is not None]
+    return "host" if any(_of_the_host(found.group, state) for state in states) else "comm"
 
 
 # Counts --------------------------------------------------------------------------------------------------
@@ -160,37 +156,72 @@ def _uneven_in(
     before = [step for step in common if first is None or step < first]
     if len(before) < _ALIKE_BEFORE or any(step not in alike for step in before):
         return None
-    some = next(iter(counted.values()))
-    one = next(iter(records.values()))
     since = before[-1]
-    usual = _usual(some, one, before, since, until=first)
+    whatever = name in AGREEMENT_GROUPS
+    history = _History(next(iter(counted.values())), next(iter(records.values())), tuple(before), whatever)
+    if first is not None and _made_up(case, name, records):
+        return None
     if first is not None:
         did = {rank: found[first] - found[since] for rank, found in counted.items()}
+        usual = history.usual(records[min(records)][since], first - since)
         return Uneven(name, since, first, did, usual, _odd(did, usual))
-    # A collective of the host is entered before the record of its step, so the rest of the ledger is not a step.
-    did = {} if name in AGREEMENT_GROUPS else _since_the_last(case, name, counted, since)
-    odd = tuple(rank for rank, count in sorted(did.items()) if usual and count not in usual)
+    spans = {rank: _after(case, name, rank, counted[rank], found, since) for rank, found in records.items()}
+    odd = {
+        rank: span
+        for rank, own in spans.items()
+        if (span := next((one for one in own if history.unlike(one)), None)) is not None
+    }
     if not odd or len(odd) == len(records):
         return None
-    return Uneven(name, since, None, did, usual, odd)
+    shown = min(odd.values(), key=lambda span: span.since)
+    did = {rank: span.count for rank, span in odd.items()}
+    did |= {
+        rank: span.count
+        for rank, own in spans.items()
+        for span in own
+        if rank not in odd and span.since == shown.since
+    }
+    until = shown.since + shown.steps if name in AGREEMENT_GROUPS else None
+    return Uneven(name, shown.since, until, did, history.usual(shown.record, shown.steps), tuple(sorted(odd)))
 
 
-def _usual(
-    counts: Mapping[int, int],
-    records: Mapping[int, Mapping[str, Any]],
-    steps: list[int],
-    since: int,
-    *,
-    until: int | None,
-) -> tuple[int, ...]:
-    """Numbers of collectives that steps of the kind of ``since`` had while all ranks did alike; where every step
-    had equally many whatever its kind, so many for each step between."""
-    done = [(a, b - a, counts[b] - counts[a]) for a, b in pairwise(steps)]
-    each = {change // gap if change % gap == 0 else -1 for _, gap, change in done}
-    if len(each) == 1 and -1 not in each and len(done) > 1:
-        return (each.pop() * ((until - since) if until is not None else 1),)
-    kind = _kind(records[since])
-    return tuple(sorted({change for step, _, change in done if _kind(records[step]) == kind}))
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """``count`` collectives in ``steps`` steps from ``since`` on, whose record this is."""
+
+    since: int
+    steps: int
+    count: int
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """What all ranks did alike: their counts, and the records of one of them, at ``steps``, the last included."""
+
+    counts: Mapping[int, int]
+    records: Mapping[int, Mapping[str, Any]]
+    steps: tuple[int, ...]
+    whatever: bool
+    """The group is entered in every step, whatever its kind."""
+
+    def usual(self, record: Mapping[str, Any], steps: int) -> tuple[int, ...]:
+        """Numbers of collectives that steps of the kind of this record's had; none for a kind not seen before.
+        Where every step had equally many, also those without a record, as many for each of ``steps``."""
+        done = [(a, b - a, self.counts[b] - self.counts[a]) for a, b in pairwise(self.steps)]
+        each = {change // gap if change % gap == 0 else -1 for _, gap, change in done}
+        kind = _kind(record)
+        seen = self.whatever or any(_kind(self.records[step]) == kind for step, _, _ in done)
+        of_its_kind = {change for step, _, change in done if _kind(self.records[step]) == kind}
+        if seen and len(each) == 1 and -1 not in each and len(done) > 1:
+            scaled = each.pop() * steps
+            sure = self.whatever or steps == 1 or any(gap > 1 for _, gap, _ in done)
+            return (scaled,) if sure else tuple(sorted({scaled, *of_its_kind}))
+        return tuple(sorted(of_its_kind))
+
+    def unlike(self, span: _Span) -> bool:
+        usual = self.usual(span.record, span.steps)
+        return bool(usual) and span.count not in usual
 
 
 def _kind(record: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -211,15 +242,36 @@ def _odd(did: Mapping[int, int], usual: tuple[int, ...]) -> tuple[int, ...]:
     return ()
 
 
-def _since_the_last(
-    case: Case, name: str, counted: Mapping[int, Mapping[int, int]], since: int
-) -> dict[int, int]:
-    """Of the ranks that are through with the step ``since`` and wrote no record after it: collectives after it."""
-    did = {}
-    for rank, found in counted.items():
-        snapshot = case.views[rank].snapshot
-        state = snapshot.groups.get(name) if snapshot is not None else None
-        over = snapshot is not None and snapshot.host.step > since == max(found)
-        if over and state is not None and case.views[rank].still:
-            did[rank] = state.enqueued - found[since]
-    return did
+def _after(
+    case: Case,
+    name: str,
+    rank: int,
+    counts: Mapping[int, int],
+    records: Mapping[int, Mapping[str, Any]],
+    since: int,
+) -> list[_Span]:
+    """What the rank's own records, and then its ledger, say of the steps that not all ranks have a record of. The
+    control plane is entered before the record of its step, so of it the ledger says nothing more."""
+    steps = sorted(step for step in counts if step >= since)
+    spans = [_Span(a, b - a, counts[b] - counts[a], records[a]) for a, b in pairwise(steps)]
+    view, last = case.views[rank], steps[-1]
+    state = view.snapshot.groups.get(name) if view.snapshot is not None else None
+    if view.snapshot is None or state is None or not view.still or _of_the_host(name, state):
+        return spans
+    if view.snapshot.host.step > last:
+        spans.append(_Span(last, 1, state.enqueued - counts[last], records[last]))
+    return spans
+
+
+def _made_up(case: Case, name: str, ranks: Iterable[int]) -> bool:
+    """By now all have entered equally many, in the same step: what was late came after another, and was not left
+    out."""
+    snapshots = [case.views[rank].snapshot for rank in ranks]
+    known = [snapshot for snapshot in snapshots if snapshot is not None and name in snapshot.groups]
+    if len(known) < len(snapshots) or len({snapshot.host.step for snapshot in known}) > 1:
+        return False
+    return len({snapshot.groups[name].enqueued for snapshot in known}) == 1
+
+
+def _of_the_host(name: str, state: GroupState) -> bool:
+    return name in AGREEMENT_GROUPS or (bool(state.recent) and all(map(by_host, state.recent)))

@@ -225,6 +225,7 @@ class Watchdog:
             or self._cycle(found)
             or self._side_streams(found)
             or self._lost_record(found)
+            or next((finding for wait in found if (finding := self._left_queued(wait)) is not None), None)
         )
 
     def _never_comes(self, wait: Wait) -> _Finding | None:
@@ -232,8 +233,6 @@ class Watchdog:
         settings = self._settings
         still_s = min((self._tracks[rank].still_s for rank in wait.waiting), default=0.0)
         over = [rank for rank in wait.missing if self._tracks[rank].done]
-        # What a rank left queued when its task ended may still be carried out, but not once it stands as they do.
-        over += [rank for rank in wait.late if self._tracks[rank].done and self._stands(rank)]
         # The driver starts the ranks one after the other, so parked peers are normal for a moment; a longer one
         # where it starves as the observer does.
         patience_s = settings.floor_s * self._starvation.widening
@@ -249,6 +248,23 @@ class Watchdog:
             *(f"rank {rank} never entered it and {why}" for rank in absent),
         )
         return _Finding("collective", "proof", wait.waiting, facts)
+
+    def _left_queued(self, wait: Wait) -> _Finding | None:
+        """What a rank left queued when its task ended may still be carried out, but not once it stands as those do
+        that wait there."""
+        waiting = tuple(rank for rank in wait.waiting if not self._tracks[rank].done)
+        left = [
+            rank for rank in (*wait.late, *wait.waiting) if self._tracks[rank].done and self._stands(rank)
+        ]
+        if not waiting or not left:
+            return None
+        if min(self._tracks[rank].still_s for rank in waiting) < self._settings.proof_still_s:
+            return None
+        facts = (
+            f"{seats_words(waiting)} in {wait.operation} {wait.sequence} of group {wait.group}",
+            *(f"rank {rank} left it queued, its task is over and it does not move" for rank in left),
+        )
+        return _Finding("collective", "proof", waiting, facts)
 
     def _stands(self, rank: int) -> bool:
         """Its ledger has not moved for as long as a proof takes, whether or not it still owes anything."""

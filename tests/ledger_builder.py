@@ -38,6 +38,8 @@ class Group:
     started: int = 0
     host: bool = False
     """The host carries them out itself."""
+    begun: tuple[float, ...] = ()
+    """When each was enqueued, in seconds, where that matters."""
 
     def add(
         self, operation: str, shape: tuple[int, ...] = (4,), dtype: str = "float32", count: int = 1
@@ -67,9 +69,12 @@ class Group:
         sequence = 0
         for operation, shape, dtype, count in self.records:
             sequence += count
-            started = _ns(1 if self.host else 1.5) if sequence <= self.started else None
+            begun_s = self.begun[len(records)] if self.begun else 1.0
+            started = _ns(begun_s if self.host else begun_s + 0.5) if sequence <= self.started else None
             completed = _ns(1) if sequence <= self.done else None
-            records.append(CollectiveRecord(sequence, operation, shape, dtype, _ns(1), started, completed))
+            records.append(
+                CollectiveRecord(sequence, operation, shape, dtype, _ns(begun_s), started, completed)
+            )
         return GroupState(name, self.ranks, sequence, self.started, self.done, tuple(records[-32:]))
 
 

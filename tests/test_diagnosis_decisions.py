@@ -50,7 +50,9 @@ def standing(world: int, found: dict[int, list[dict[str, Any]]]) -> list[Rank]:
     for rank in ranks:
         everyone = tuple(range(world))
         rank.groups["agree"] = Group(everyone, host=True).round(*["all_gather"] * done)
-        rank.groups["experts"] = Group(everyone).round(*["all_reduce"] * 5 * done)
+        last = found[rank.rank][-1]
+        entered = last["collectives"]["experts"] + (6 if last["graph"] else 4)
+        rank.groups["experts"] = Group(everyone).round(*["all_reduce"] * entered)
         rank.decisions = found[rank.rank]
         rank.phase = "agree"
     for rank in ranks[:-1]:
@@ -239,10 +241,87 @@ def test_of_two_collectives_that_miss_a_rank_that_raised_the_step_s_own_is_told(
     """Rank 0 has no token to wait for and is in the next agreement already; rank 2 raised at the launch."""
     found = records(3, BEGUN - 1, nothing)
     ranks = standing(3, found)
-    ranks[1].groups["experts"].enter("all_reduce")
+    for rank in ranks:
+        rank.groups["experts"].done -= 6
+        rank.groups["experts"].started -= 5
     ranks[1].groups["agree"].records.pop()
-    ranks[0].groups["experts"].add("all_reduce")
+    ranks[1].phase = "wait-result"
+    ranks[2].step, ranks[2].phase = BEGUN - 1, "launch"
+    del ranks[2].groups["experts"].records[-6:]
+    ranks[2].groups["experts"].started -= 1
     whole = evidence(ranks, exceptions={2: "IndexError: list index out of range"})
     diagnosis = diagnose(whole)
     assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-skipped", [2])
     assert diagnosis.collective is not None and diagnosis.collective.group == "experts"
+
+
+def test_an_agreement_left_out_of_the_last_step_is_in_its_rank_s_own_record() -> None:
+    """Its peers meet its next agreement with their own of this step, and raise."""
+
+    def skips(rank: int, step: int, record: dict[str, Any]) -> None:
+        if rank == 1 and step == BEGUN - 1:
+            record["collectives"]["agree"] -= 1
+
+    found = records(2, BEGUN - 1, skips)
+    found[0].pop()
+    ranks = standing(2, found)
+    error = "AgreementError: the ranks are at different steps: [11, 12]"
+    diagnosis = diagnose(evidence(ranks, exceptions={0: error, 1: error}))
+    assert verdict(diagnosis) == ("collective-skipped", [1])
+
+
+def test_a_rank_that_ends_a_request_in_a_step_of_its_own_record_is_held_to_its_last_step() -> None:
+    """Rank 1 left a part of step 9 out and wrote a record of step 10, which rank 0 did not."""
+    found = records(2, 10, left_out(1, at=9, by=2))
+    found[0].pop()
+    ranks = standing(2, found)
+    ranks[0].groups["experts"].done -= 2
+    ranks[0].groups["experts"].started -= 1
+    assert verdict(told(ranks, found)) == ("collective-skipped", [1])
+
+
+def test_a_host_that_did_not_come_to_a_broadcast_of_its_step_left_nothing_out() -> None:
+    def broadcasts(rank: int, step: int, record: dict[str, Any]) -> None:
+        record["collectives"]["world"] = step
+
+    found = records(2, BEGUN - 1, broadcasts)
+    ranks = standing(2, found)
+    for rank in ranks:
+        rank.groups["world"] = Group((0, 1), host=True).round(*["broadcast from 0"] * (BEGUN - 1))
+    ranks[0].groups["agree"].records.pop()
+    ranks[0].groups["world"].enter("broadcast from 0")
+    assert verdict(told(ranks, found)) == ("host-blocked", [1])
+
+
+def test_a_step_of_a_kind_that_none_had_before_says_nothing_of_its_rank() -> None:
+    """Rank 1 recorded a step in which nobody had a token; all steps before had tokens."""
+
+    def empty(rank: int, step: int, record: dict[str, Any]) -> None:
+        record["collectives"]["experts"] = 4 * (step - 1)
+        if step == BEGUN - 1:
+            record |= {"tokens": [0, 0], "graph": False, "bucket": 0, "padding": "sum_len", "mode": "idle"}
+
+    found = records(2, BEGUN - 1, empty)
+    found[0].pop()
+    ranks = standing(2, found)
+    for rank in ranks:
+        rank.groups["experts"] = Group((0, 1)).round(*["all_reduce"] * 4 * (BEGUN - 2))
+    diagnosis = diagnose(evidence(ranks, exceptions={1: "RuntimeError: broken"}))
+    assert (verdict(diagnosis), diagnosis.confidence) == (("collective-skipped", [1]), "proven")
+    assert "left one out" not in facts(diagnosis)
+
+
+def test_steps_without_a_record_had_nothing_of_which_less_could_be_done() -> None:
+    """Of the steps since its last but one record, in which nobody had a token, rank 1 wrote down only the last."""
+
+    def even(rank: int, step: int, record: dict[str, Any]) -> None:
+        record["collectives"]["experts"] = 4 * min(step - 1, BEGUN - 4)
+        if step > BEGUN - 4:
+            record |= {"tokens": [0, 0], "graph": False, "bucket": 0, "padding": "sum_len"}
+
+    found = records(2, BEGUN - 1, even)
+    found = {0: found[0][:-3], 1: [*found[1][:-3], found[1][-1]]}
+    ranks = standing(2, found)
+    for rank in ranks:
+        rank.groups["experts"] = Group((0, 1)).round(*["all_reduce"] * 4 * (BEGUN - 4))
+    assert "left one out" not in facts(told(ranks, found)) and "did more" not in facts(told(ranks, found))

@@ -184,3 +184,44 @@ def test_an_operation_that_the_wide_group_did_before_belongs_there() -> None:
         world = Group((0, 1, 2, 3), host=True).round("all_reduce")
         rank.groups["world"] = world.enter("all_reduce") if rank.rank > 1 else world
     assert blamed(found(ranks)) != [2, 3]
+
+
+# Rounds of control messages ------------------------------------------------------------------------------
+
+
+def rounds(culprit: int, *, order: tuple[str, str] = ("world", "agree"), length: int = 6) -> list[Rank]:
+    """Each round a broadcast, then an agreement. All but the culprit are in the broadcast of the next round, and it
+    is in the agreement."""
+    ranks = [Rank(number, 2, step=length + 1, phase="receive") for number in range(2)]
+    for rank in ranks:
+        for name in order:
+            rank.groups[name] = Group((0, 1), host=True)
+        for _ in range(length):
+            for name in order:
+                rank.groups[name].round("message")
+        rank.groups[order[1] if rank.rank == culprit else order[0]].enter("message")
+    return ranks
+
+
+def in_order(ranks: list[Rank]) -> list[Rank]:
+    """The builder knows no times: the collectives of a rank are entered one after the other, by turns."""
+    for rank in ranks:
+        for offset, group in enumerate(rank.groups.values()):
+            group.begun = tuple(2.0 * turn + offset for turn in range(group.enqueued))
+    return ranks
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_went_past_a_broadcast_of_its_round_is_named_one_against_one(culprit: int) -> None:
+    diagnosis = found(in_order(rounds(culprit)))
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-skipped", [culprit])
+    assert diagnosis.collective is not None and diagnosis.collective.group == "world"
+    assert f"rank {culprit} went from its agree to agree, which it never did before" in facts(diagnosis)
+
+
+def test_a_rank_that_often_goes_past_the_broadcast_left_nothing_out() -> None:
+    ranks = in_order(rounds(1))
+    group = ranks[1].groups["agree"]
+    group.round("message")
+    group.begun = (*group.begun[:-2], group.begun[-3] + 0.5, group.begun[-1], group.begun[-1] + 2.0)
+    assert "which it never did before" not in facts(found(ranks))
