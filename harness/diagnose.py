@@ -13,8 +13,8 @@ it. Ranks that were suspected and went on are none of these: ``diagnosis_slow.py
 4. at some step, however far back, ranks went apart (``diagnosis_decisions.py``); a host left a message out of its
    round (``diagnosis_control.py``); the ranks brought different things, or wait in a circle
    (``diagnosis_collectives.py``);
-5. a rank raised of itself, or does something of its own while the others wait for it
-   (``diagnosis_roots.py``);
+5. a rank raised of itself; all are in one collective, and kernels stand beside it (``diagnosis_device.py``); a
+   rank does something of its own while the others wait for it (``diagnosis_roots.py``);
 6. nothing decides: the facts, and no culprit.
 
 Only what hardware can show is used: ledgers, the process table, host stacks. Stacks of a simulated device's
@@ -39,6 +39,7 @@ from harness.diagnosis_collectives import (
 from harness.diagnosis_control import left_out
 from harness.diagnosis_corruption import after_wrong_copies, copy_facts
 from harness.diagnosis_decisions import divergence, first_departure
+from harness.diagnosis_device import no_room
 from harness.diagnosis_groups import wrong_group
 from harness.diagnosis_model import (
     Cause,
@@ -97,6 +98,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         or mismatch(case)
         or order(case)
         or _faulted(case)
+        or no_room(case)
         or root_cause(case)
         or divergence(case, FOLLOWS_AGREEMENT)
         or _raised_alone(case)

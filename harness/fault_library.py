@@ -221,6 +221,17 @@ class Burn(Fault):
         ]  # each ends by itself
 
 
+@register
+class HoardCores(Fault):
+    """A cooperative kernel takes the cores that are free and waits for the rest, holding its own."""
+
+    name: Literal["hoard_cores"]
+    sites: ClassVar[tuple[str, ...]] = ("device.cores",)
+
+    def act(self, passing: Passing, memory: dict[str, Any]) -> None:
+        passing.change("whole", False)
+
+
 # Collectives -----------------------------------------------------------------------------------------------
 
 

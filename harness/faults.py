@@ -116,6 +116,10 @@ SITES: Mapping[str, Site] = {
     ),
     "graph.replay": Site("a graph's replay begins", "stream", ("graph",), (), ""),
     "device.operation": Site("an operation of a stream begins", "stream", ("stream", "label"), (), ""),
+    "device.cores": Site(
+        "a cooperative kernel is about to take the cores of the device",
+        "stream", ("stream", "label", "whole"), ("whole",), "",
+    ),
     "host.reuse": Site(
         "a host block is handed out again", "host", ("pinned", "nbytes"), (), ""
     ),

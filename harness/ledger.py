@@ -14,14 +14,15 @@ import os
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from zlib import crc32
 
 from harness import ledger_layout as layout
 from harness.ledger_decisions import DecisionFile, compact, shortened
-from harness.ledger_layout import LAYOUT, STREAMS, LedgerError, Section, pack_text, pack_text_tail
+from harness.ledger_layout import LAYOUT, STREAMS, LedgerError, pack_text
 from harness.ledger_reader import LedgerReader
-from harness.ledger_rings import Group, Ring
+from harness.ledger_rings import Group, Ring, sequences_of
 from harness.ledger_snapshot import (
     CollectiveRecord,
     ExternalState,
@@ -51,9 +52,13 @@ __all__ = [
 
 _now_ns = time.monotonic_ns
 
-_ENQUEUE_NUMBERS = struct.Struct("<Qq")
-_COLLECTIVE_NUMBERS = struct.Struct("<QIQ")
-"""What ``layout.ENQUEUE`` and ``layout.COLLECTIVE`` begin with; the rest is the same again and again."""
+# What differs from record to record; texts are the same again and again, and packed once.
+_pack_phase = layout.PHASE.pack
+_pack_enqueue = layout.ENQUEUE.pack
+_pack_collective = layout.COLLECTIVE.pack
+_pack_complete = layout.COMPLETE.pack
+_pack_time = layout.TIME.pack
+_pack_log = layout.GROUP_LOG.pack
 _TEXTS_KEPT = 1024
 
 
@@ -111,26 +116,25 @@ class LedgerWriter:
 
     def __init__(self, path: Path, mapping: mmap.mmap, decisions_path: Path | None) -> None:
         """Use ``create``."""
-
-        def rings(sections: Sequence[Section]) -> tuple[Ring, ...]:
-            return tuple(Ring(mapping, section) for section in sections)
-
+        ring = partial(Ring, mapping, sequences_of(mapping))
         self.path = path
         self.decisions_path = decisions_path
-        self._map = mapping
-        self._phase_ring = Ring(mapping, LAYOUT.host_phase)
-        self._heartbeat_ring = Ring(mapping, LAYOUT.host_heartbeat)
-        self._decision_ring = Ring(mapping, LAYOUT.decisions)
-        self._enqueue_rings = {name: Ring(mapping, LAYOUT.enqueue[name]) for name in STREAMS}
-        self._complete_rings = {name: Ring(mapping, LAYOUT.complete[name]) for name in STREAMS}
-        self._stamp_rings = {name: Ring(mapping, LAYOUT.stamp[name]) for name in STREAMS}
-        self._name_rings = rings(LAYOUT.external_name)
-        self._record_rings = rings(LAYOUT.external_record)
-        self._waits_ring = Ring(mapping, LAYOUT.external_waits)
-        self._register_rings = rings(LAYOUT.register)
+        self._ring = ring
+        self._phase_ring = ring(LAYOUT.host_phase)
+        self._heartbeat_ring = ring(LAYOUT.host_heartbeat)
+        self._decision_ring = ring(LAYOUT.decisions)
+        self._enqueue_rings = {name: ring(LAYOUT.enqueue[name]) for name in STREAMS}
+        self._complete_rings = {name: ring(LAYOUT.complete[name]) for name in STREAMS}
+        self._stamp_rings = {name: ring(LAYOUT.stamp[name]) for name in STREAMS}
+        self._name_rings = tuple(map(ring, LAYOUT.external_name))
+        self._record_rings = tuple(map(ring, LAYOUT.external_record))
+        self._waits_ring = ring(LAYOUT.external_waits)
+        self._register_rings = tuple(map(ring, LAYOUT.register))
         self._groups: list[Group] = []
         self._texts: dict[tuple[str, str], bytes] = {}
         self._details: dict[tuple[object, ...], bytes] = {}
+        self._phases: dict[str, bytes] = {}
+        self._phase_changes = 0
         self._phase = ""
         self._step = 0
         self._completed = dict.fromkeys(STREAMS, 0)
@@ -151,18 +155,29 @@ class LedgerWriter:
         if name != self._phase or step != self._step:
             self._phase = name
             self._step = step
-            changes = self._phase_ring.count + 1
-            self._phase_ring.write(layout.PHASE.pack(changes, now, step, pack_text(name, layout.PHASE_BYTES)))
+            self._phase_changes += 1
+            text = self._phases.get(name)
+            if text is None:
+                text = self._keep_phase(name)
+            self._phase_ring.write(_pack_phase(self._phase_changes, now, step) + text)
         else:
-            self._heartbeat_ring.write(layout.TIME.pack(now))
+            self._heartbeat_ring.write(_pack_time(now))
+
+    def _keep_phase(self, name: str) -> bytes:
+        if len(self._phases) >= _TEXTS_KEPT:
+            self._phases.clear()
+        text = self._phases[name] = pack_text(name, layout.PHASE_BYTES)
+        return text
 
     def heartbeat(self) -> None:
         """The host is alive. Host thread."""
-        self._heartbeat_ring.write(layout.TIME.pack(_now_ns()))
+        self._heartbeat_ring.write(_pack_time(_now_ns()))
+        self._flush()
 
     def decision(self, record: Mapping[str, object]) -> None:
         """Keeps ``record`` in the ring and appends it to the decisions file as one line of JSON. Host thread.
 
+        A line may reach the file a moment later; until then the ring has it whole (``ledger_decisions.py``).
         What JSON does not know is written as text. In the ring a record of more than 768 bytes keeps the
         entries that fit and says ``"truncated": true``; the file has it whole. What the file cannot take is
         counted.
@@ -181,19 +196,13 @@ class LedgerWriter:
 
     def enqueue(self, stream: str, label: str, site: str) -> int:
         """An operation was put on ``stream`` at ``site`` ("file:line"). Returns its sequence, from 1."""
-        texts = self._texts.get((label, site))
-        if texts is None:
-            texts = self._keep_texts(label, site)
-        return self._enqueue_rings[stream].write(_ENQUEUE_NUMBERS.pack(_now_ns(), self._step) + texts)
+        texts = self._texts.get((label, site)) or self._keep_texts(label, site)
+        return self._enqueue_rings[stream].write(_pack_enqueue(_now_ns(), self._step) + texts)
 
     def _keep_texts(self, label: str, site: str) -> bytes:
-        """A step enqueues the same operations at the same sites again: their texts are packed once."""
         if len(self._texts) >= _TEXTS_KEPT:
             self._texts.clear()
-        packed = layout.ENQUEUE.pack(
-            0, 0, pack_text(label, layout.LABEL_BYTES), pack_text_tail(site, layout.SITE_BYTES)
-        )
-        texts = self._texts[label, site] = packed[_ENQUEUE_NUMBERS.size :]
+        texts = self._texts[label, site] = layout.pack_operation(label, site)
         return texts
 
     # --- the thread that sees a stream's completions
@@ -202,11 +211,12 @@ class LedgerWriter:
         """``sequence`` and all before it on ``stream`` are done; a sequence already done changes nothing."""
         if sequence > self._completed[stream]:
             self._completed[stream] = sequence
-            self._complete_rings[stream].write(layout.COMPLETE.pack(sequence, _now_ns()))
+            self._complete_rings[stream].write(_pack_complete(sequence, _now_ns()))
 
     def stamp(self, stream: str) -> None:
         """The completing side of ``stream`` is alive and has looked."""
-        self._stamp_rings[stream].write(layout.TIME.pack(_now_ns()))
+        self._stamp_rings[stream].write(_pack_time(_now_ns()))
+        self._flush()
 
     # --- external events
 
@@ -271,8 +281,8 @@ class LedgerWriter:
             Group(
                 name,
                 members,
-                Ring(self._map, LAYOUT.collective[handle]),
-                Ring(self._map, LAYOUT.group_log[handle]),
+                self._ring(LAYOUT.collective[handle]),
+                self._ring(LAYOUT.group_log[handle]),
             )
         )
         return handle
@@ -294,19 +304,15 @@ class LedgerWriter:
         details = self._details.get(what)
         if details is None:
             details = self._keep_details(what, operation, shape, dtype)
-        state.enqueue.write(_COLLECTIVE_NUMBERS.pack(last, count, _now_ns()) + details)
+        state.enqueue.write(_pack_collective(last, count, _now_ns()) + details)
         return last
 
     def _keep_details(
         self, what: tuple[object, ...], operation: str, shape: Sequence[int], dtype: str
     ) -> bytes:
-        """As ``_keep_texts``, for collectives."""
         if len(self._details) >= _TEXTS_KEPT:
             self._details.clear()
-        packed = layout.COLLECTIVE.pack(
-            0, 0, 0, pack_text(operation, 32), pack_text(dtype, 16), *layout.pack_shape(shape)
-        )
-        details = self._details[what] = packed[_COLLECTIVE_NUMBERS.size :]
+        details = self._details[what] = layout.pack_details(operation, dtype, shape)
         return details
 
     def collective_enter(self, group: int, operation: str, shape: Sequence[int], dtype: str) -> int:
@@ -320,7 +326,7 @@ class LedgerWriter:
         details = self._details.get(what)
         if details is None:
             details = self._keep_details(what, operation, shape, dtype)
-        state.enqueue.write(_COLLECTIVE_NUMBERS.pack(last, layout.ENTERED | 1, _now_ns()) + details)
+        state.enqueue.write(_pack_collective(last, layout.ENTERED | 1, _now_ns()) + details)
         return last
 
     def collective_start(self, group: int, sequence: int) -> None:
@@ -340,7 +346,11 @@ class LedgerWriter:
 
     @staticmethod
     def _log(state: Group, kind: int, first: int, last: int) -> None:
-        state.log.write(layout.GROUP_LOG.pack(kind, first, last, _now_ns(), state.started, state.completed))
+        state.log.write(_pack_log(kind, first, last, _now_ns(), state.started, state.completed))
+
+    def _flush(self) -> None:
+        if self._decisions is not None and self._decisions.pending:
+            self._decisions.flush()
 
     def close(self) -> None:
         """Ends the decisions file. The mapping goes with its last user: a late stamp still lands."""

@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from pathlib import Path
 from typing import Any
-from zlib import crc32
+from zlib import adler32, crc32
 
 from harness import ledger_layout as layout
 from harness.ledger_layout import LAYOUT, STREAMS, LedgerError, Section, unpack_text
@@ -120,8 +120,8 @@ class LedgerReader:
         heartbeat_ns = self._time_ns(LAYOUT.host_heartbeat)
         if phase is None:
             return HostState("", 0, 0, heartbeat_ns)
-        changes, since_ns, step, name = layout.PHASE.unpack(phase)
-        return HostState(unpack_text(name), step, since_ns, max(heartbeat_ns, since_ns), changes)
+        changes, since_ns, step, name = layout.unpack_phase(phase)
+        return HostState(name, step, since_ns, max(heartbeat_ns, since_ns), changes)
 
     def _stream(self, name: str) -> StreamState:
         # Completions first: then what was enqueued is never less than what was completed.
@@ -138,12 +138,12 @@ class LedgerReader:
         done_up_to = [sequence for sequence, _ in done]
 
         def operation(sequence: int) -> OpRecord:
-            enqueued_ns, step, label, site = layout.ENQUEUE.unpack(enqueues.payloads[sequence])
+            enqueued_ns, step, label, site = layout.unpack_operation(enqueues.payloads[sequence])
             place = bisect_left(done_up_to, sequence)
             return OpRecord(
                 sequence=sequence,
-                label=unpack_text(label),
-                site=unpack_text(site),
+                label=label,
+                site=site,
                 step=step,
                 enqueued_ns=enqueued_ns,
                 completed_ns=done[place][1] if place < len(done) else None,
@@ -203,7 +203,7 @@ class LedgerReader:
         log = self._records(LAYOUT.group_log[index], LAYOUT.group_log[index].slots)
         enqueues = self._records(LAYOUT.collective[index], RECENT_COLLECTIVES)
         newest = enqueues.last()
-        oldest = layout.COLLECTIVE.unpack(newest)[0] - RECENT_COLLECTIVES + 1 if newest else 0
+        oldest = layout.COLLECTIVE.unpack_from(newest)[0] - RECENT_COLLECTIVES + 1 if newest else 0
         started_ns: dict[int, int] = {}
         completed_ns: dict[int, int] = {}
         started = all_completed = 0
@@ -217,7 +217,7 @@ class LedgerReader:
         enqueued = entered = 0
         recent: list[CollectiveRecord] = []
         for _, payload in sorted(enqueues.payloads.items()):
-            enqueued, count, at_ns, operation, dtype, dimensions, *sizes = layout.COLLECTIVE.unpack(payload)
+            enqueued, count, at_ns, operation, dtype, shape = layout.unpack_collective(payload)
             if count & layout.ENTERED:
                 count &= ~layout.ENTERED
                 entered = enqueued
@@ -226,9 +226,9 @@ class LedgerReader:
                 recent.append(
                     CollectiveRecord(
                         sequence=sequence,
-                        operation=unpack_text(operation),
-                        shape=tuple(sizes[:dimensions]),
-                        dtype=unpack_text(dtype),
+                        operation=operation,
+                        shape=shape,
+                        dtype=dtype,
                         enqueued_ns=at_ns,
                         started_ns=started_ns.get(sequence),
                         completed_ns=completed_ns.get(sequence),
@@ -328,7 +328,7 @@ def _payload(section: Section, data: bytes, number: int) -> bytes | None:
     whole = (
         sequence in (2 * number - 1, 2 * number)
         and nbytes <= section.payload_bytes
-        and crc32(payload, 2 * number & 0xFFFFFFFF) == checksum
+        and adler32(payload, 2 * number % layout.CHECKSUM_BASE) == checksum
     )
     return payload if whole else None
 

@@ -1,46 +1,61 @@
 """Rings of records in the mapped file, and the counters of a group whose records go into two of them.
 
-What stands in which ring is in ``ledger_layout.py``. Standard library only.
+What stands in which ring is in ``ledger_layout.py``. Between the engine's own work the code and the data of a
+ring are cold, and memory is what a record costs: all rings share their code, and a ring is one small object.
+Standard library only.
 """
 
 from __future__ import annotations
 
 import mmap
-import struct
+import sys
 import threading
-from zlib import crc32
+from zlib import adler32
 
-from harness.ledger_layout import LAYOUT, SEQUENCE, Section
+from harness.ledger_layout import BODY_HEAD, CHECKSUM_BASE, LAYOUT, SEQUENCE, LedgerError, Section
 
-_pack_sequence_into = SEQUENCE.pack_into
+_BODY_AT = SEQUENCE.size
+_PAYLOAD_AT = SEQUENCE.size + BODY_HEAD.size
+_pack_head = BODY_HEAD.pack
 
 # As many replays as the ring of enqueued collectives holds; older ones are complete or their details are
 # lost.
 _BATCHES_KEPT = LAYOUT.collective[0].slots
 
 
+def sequences_of(mapping: mmap.mmap) -> memoryview:
+    """The file as 8-byte numbers. Storing one is a single store, where ``pack_into`` first writes zeros: a rank
+    that is stopped in between would leave a record without a sequence."""
+    if sys.byteorder != "little":
+        raise LedgerError("a ledger is little-endian, and can only be written on a host that is")
+    return memoryview(mapping).cast("Q")
+
+
 class Ring:
-    """Writes the records of one section. One thread only."""
+    """Writes the records of one section. One thread only. ``sequences``: what ``sequences_of`` gives."""
 
-    __slots__ = ("_base", "_map", "_pack_body", "_slots", "_stride", "count")
+    __slots__ = ("_base", "_mapping", "_sequences", "_slots", "_stride", "count")
 
-    def __init__(self, mapping: mmap.mmap, section: Section) -> None:
-        self._map = mapping
+    def __init__(self, mapping: mmap.mmap, sequences: memoryview, section: Section) -> None:
+        self._mapping = mapping
+        self._sequences = sequences
         self._base = section.offset
         self._slots = section.slots
         self._stride = section.stride
-        self._pack_body = struct.Struct(f"<II{section.payload_bytes}s").pack_into
         self.count = 0
 
     def write(self, payload: bytes) -> int:
-        """Writes the next record and returns its number, from 1."""
-        number = self.count + 1
+        """Writes the next record and returns its number, from 1. What a longer one left behind it stays there."""
         at = self._base + self.count % self._slots * self._stride
+        self.count = number = self.count + 1
         sequence = 2 * number
-        _pack_sequence_into(self._map, at, sequence - 1)
-        self._pack_body(self._map, at + 8, crc32(payload, sequence & 0xFFFFFFFF), len(payload), payload)
-        _pack_sequence_into(self._map, at, sequence)
-        self.count = number
+        nbytes = len(payload)
+        index = at // 8
+        self._sequences[index] = sequence - 1
+        self._mapping[at + _BODY_AT : at + _PAYLOAD_AT + nbytes] = (
+            _pack_head(adler32(payload, sequence % CHECKSUM_BASE), nbytes) + payload
+        )
+        self._sequences[index] = sequence
         return number
 
 
@@ -80,12 +95,9 @@ class Group:
 
     def complete(self, sequence: int) -> int:
         """Marks ``sequence`` done, with those before it in the same replay. Returns the first one marked."""
-        first = sequence
-        for last, batch_first in self.batches.items():
-            if batch_first <= sequence <= last:
-                first = batch_first
-                break
-        self.batches.pop(sequence, None)
+        first = self.batches.pop(sequence, 0) if self.batches else sequence
+        if first == 0:
+            first = self._first_of_batch(sequence)
         if not self.early and first <= self.completed + 1:
             self.completed = max(self.completed, sequence)
             return first
@@ -100,3 +112,8 @@ class Group:
         self.completed = joined[0][1]
         self.early = joined[1:]
         return first
+
+    def _first_of_batch(self, sequence: int) -> int:
+        """Of the replay that ``sequence`` is in the middle of; itself where there is none."""
+        found = (first for last, first in self.batches.items() if first <= sequence <= last)
+        return next(found, sequence)

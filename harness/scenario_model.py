@@ -336,6 +336,14 @@ class Sim(Table):
     copy_latency_us: Annotated[float, Field(ge=0)] = 20.0
     copy_gbps: Annotated[float, Field(gt=0)] = 10.0
     """Bandwidth of a copy, in 10^9 bytes a second."""
+    cores: Annotated[int, Field(ge=0)] = 0
+    """Cores of the device, as far as they are modelled (``harness/devices/sim_cores.py``); 0: not at all."""
+    collective_cores: Count = 4
+    """Those that a collective outside graphs holds while it is in flight."""
+    collective_part_us: Annotated[float, Field(ge=0)] = 1000.0
+    """From the start of one part of a collective to that of the next; each part holds a core."""
+    cooperative: tuple[str, ...] = ()
+    """Labels of the operations that need all cores at once, such as ``sample``."""
     defects: tuple[SimDefect, ...] = ()
     """Present in every arm."""
     defect_ranks: Ranks = ()

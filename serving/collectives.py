@@ -331,7 +331,8 @@ class Group:
 
         def on_comm() -> None:
             self._ledger_start(sequence)
-            self._carry(operation, shape, dtype, move, sequence)
+            with self._device.collective():
+                self._carry(operation, shape, dtype, move, sequence)
             self._ledger_complete(sequence)
 
         ready = self._device.event()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.ledger import LedgerWriter
-from serving.dp_attention import Mode, StepPlan
+from serving.dp_attention import Mode, Padding, StepPlan
 from serving.groups import Topology
 from serving.requests import Batch, BatchMode, Request
 
@@ -20,6 +20,8 @@ REQUESTS_NAMED = 16
 VICTIMS_NAMED = 8
 """Most requests that a record names of those that might have been retracted."""
 MODES = {BatchMode.IDLE: Mode.IDLE, BatchMode.DECODE: Mode.DECODE, BatchMode.PREFILL: Mode.PREFILL}
+_MODE_WORDS = {mode: mode.name.lower() for mode in Mode}
+_PADDING_WORDS = {padding: padding.name.lower() for padding in Padding}
 
 
 class Decisions:
@@ -57,8 +59,8 @@ class Decisions:
         before = self._newest if self._newest.get("step") == step else {}
         self._newest = {
             "step": step,
-            "mode": MODES[batch.mode].name.lower(),
-            "modes": [mode.name.lower() for mode in agreed.modes],
+            "mode": _MODE_WORDS[MODES[batch.mode]],
+            "modes": [_MODE_WORDS[mode] for mode in agreed.modes],
             "tokens": list(agreed.tokens),
             **_how(agreed),
             "update": plan.graph,
@@ -100,4 +102,4 @@ class Decisions:
 
 
 def _how(plan: StepPlan) -> dict[str, Any]:
-    return {"padding": plan.padding.name.lower(), "bucket": plan.bucket, "graph": plan.graph}
+    return {"padding": _PADDING_WORDS[plan.padding], "bucket": plan.bucket, "graph": plan.graph}

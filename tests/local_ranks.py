@@ -31,6 +31,7 @@ import torch.distributed as dist
 from harness.devices.sim import SimDevice, SimOptions
 from harness.ledger import LedgerWriter
 from harness.scenario_model import Engine as EngineTable
+from harness.scenario_model import Sim as SimTable
 from harness.target import RankResult, TrialSpec
 from serving.comm import Comm, CommOptions
 from serving.engine import Engine
@@ -346,7 +347,7 @@ BASE: Mapping[str, Mapping[str, Any]] = {
         kv_tokens=2048, page_size=1, chunk_tokens=16, max_running=4, graph_buckets=(2, 4)
     ).model_dump(),
     "toggles": {"pinned": "pageable", "overlap": "on", "graph": "on"},
-    "sim": {"memory_model": "cann", "copy_latency_us": 20.0, "copy_gbps": 20.0, "defects": ()},
+    "sim": SimTable(copy_gbps=20.0).model_dump(),
     "jitter": {},
 }
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +23,7 @@ from harness.ledger import (
     Snapshot,
     process_start_time_ticks,
 )
+from harness.ledger_decisions import PENDING_LINES, DecisionFile, compact
 
 # --- round trip
 
@@ -28,7 +31,7 @@ from harness.ledger import (
 def test_header_names_the_process(tmp_path: Path) -> None:
     header = read(make(tmp_path)).header
     assert (header.version, header.rank, header.world, header.node, header.device) == (
-        2,
+        3,
         0,
         2,
         "node-a",
@@ -211,8 +214,22 @@ def test_decisions_in_ring_and_file(tmp_path: Path) -> None:
     snapshot = read(writer)
     assert [record["step"] for record in snapshot.decisions] == list(range(36, 100))
     assert (snapshot.decisions_total, snapshot.decisions_lost) == (100, 0)
+    writer.stamp("compute")
     lines = path.read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(100))
+
+
+@given(
+    st.dictionaries(
+        st.one_of(st.text(), st.integers(), st.none(), st.booleans(), st.tuples(st.integers())),
+        st.recursive(
+            st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.just(Path("x"))),
+            lambda inner: st.one_of(st.lists(inner), st.tuples(inner), st.dictionaries(st.text(), inner)),
+        ),
+    )
+)
+def test_a_line_is_what_json_would_write(record: dict[Any, Any]) -> None:
+    assert compact(record).decode() == json.dumps(record, separators=(",", ":"), default=str, skipkeys=True)
 
 
 def test_a_long_decision_is_shortened_in_the_ring_only(tmp_path: Path) -> None:
@@ -240,7 +257,56 @@ def test_a_full_disk_under_the_decisions_is_counted(tmp_path: Path) -> None:
     writer = make(tmp_path, decisions_path=Path("/dev/full"))
     writer.decision({"step": 1})
     writer.decision({"step": 2})
+    writer.stamp("copy")
+    writer.decision({"step": 3})
     assert read(writer).decisions_lost == 2
+
+
+def test_a_line_that_waits_for_the_next_one_is_in_the_ring_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    writer = make(tmp_path, decisions_path=path)
+    for step in range(PENDING_LINES - 1):
+        writer.decision({"step": step})
+        in_file = {json.loads(line)["step"] for line in path.read_text().splitlines()}
+        assert in_file | {record["step"] for record in read(writer).decisions} == set(range(step + 1))
+    writer.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(
+        range(PENDING_LINES - 1)
+    )
+
+
+def test_a_file_system_that_blocks_another_thread_costs_the_oldest_lines_and_is_counted(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rank0.jsonl"
+    file = DecisionFile(path)
+    slots = layout.LAYOUT.decisions.slots
+    with file._flushing:  # as a thread that does not come back from its write
+        lost = [file.append(b"%d" % number) for number in range(slots + 5)]
+    assert lost[slots - 1 :] == [0, 1, 2, 3, 4, 5]
+    file.close()
+    assert path.read_text().splitlines() == [str(number) for number in range(5, slots + 5)]
+
+
+def test_lines_of_which_the_file_takes_a_part_are_counted_and_the_next_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    file = DecisionFile(path)
+    line = b"x" * 1000
+    size = fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+    lines = size // len(line) + 2
+    file.pending.extend([line] * lines)
+    file.flush()
+    taken = os.read(reader, 2 * size)
+    whole = taken.count(b"\n")
+    assert 0 < whole < lines
+    file.append(b"y")
+    file.flush()
+    assert os.read(reader, size) == (b"" if taken.endswith(b"\n") else b"\n") + b"y\n"
+    assert file.append(b"z") == lines - whole
+    file.close()
+    os.close(reader)
 
 
 def test_after_close_a_late_stamp_is_harmless(tmp_path: Path) -> None:

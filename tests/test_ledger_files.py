@@ -33,7 +33,7 @@ def test_missing_short_foreign_and_other_version(tmp_path: Path) -> None:
         (good[:5000], r"expected a ledger of \d+ bytes, it has 5000; .* copy it again whole"),
         (good + b"x", r"expected a ledger of \d+ bytes"),
         (b'{"schema": 1}' * 1000, "not a ledger"),
-        (good[:8] + struct.pack("<I", 1) + good[12:], "expected ledger version 2, found 1; read it with"),
+        (good[:8] + struct.pack("<I", 2) + good[12:], "expected ledger version 3, found 2; read it with"),
         (good[:30] + b"\xff" + good[31:], "damaged: the header"),
     ):
         path.write_bytes(text)
@@ -113,9 +113,11 @@ def test_damage_is_found_where_it_matters(filled: tuple[Path, bytes, Snapshot]) 
     path = directory / "damaged"
     section = layout.LAYOUT.enqueue["compute"]
     newest = (snapshot.streams["compute"].enqueued - 1) % section.slots
-    for byte in range(layout.SLOT_HEAD.size + section.payload_bytes):
+    at = section.offset + newest * section.stride
+    nbytes = layout.SLOT_HEAD.unpack_from(good, at)[2]
+    for byte in range(layout.SLOT_HEAD.size + nbytes):
         bad = bytearray(good)
-        bad[section.offset + newest * section.stride + byte] ^= 0x40
+        bad[at + byte] ^= 0x40
         path.write_bytes(bad)
         with pytest.raises(LedgerError, match=r"damaged: section compute\.enqueue"):
             read(path)

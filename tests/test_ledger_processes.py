@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -105,6 +106,43 @@ def test_a_reader_beside_a_hurried_writer_sees_no_wrong_number(tmp_path: Path) -
     last = reader.snapshot()
     check(last)
     assert last.streams["compute"].completed == last.groups["tp"].completed == last.decisions_total == total
+    reader.close()
+
+
+DECIDER = """
+import sys
+from pathlib import Path
+from harness.ledger import LedgerWriter
+
+path = Path(sys.argv[1])
+w = LedgerWriter.create(path, rank=0, world=1, node="n", device="d", decisions_path=path.with_suffix(".jsonl"))
+print("ready", flush=True)
+n = 0
+while True:
+    n += 1
+    w.decision({"step": n})
+"""
+
+
+def test_no_decision_is_lost_with_a_killed_process(tmp_path: Path) -> None:
+    """Lines that wait for the file are in the ring, which is mapped."""
+    path = tmp_path / "rank0.ledger"
+    child = subprocess.Popen([sys.executable, "-c", DECIDER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    reader = LedgerReader.open(path)
+    deadline_s = time.monotonic() + CHILD_DEADLINE_S
+    while reader.snapshot().decisions_total < 10_000:
+        assert time.monotonic() < deadline_s
+    child.kill()
+    child.wait(CHILD_DEADLINE_S)
+    snapshot = reader.snapshot()
+    lines = path.with_suffix(".jsonl").read_text().splitlines()
+    in_file = [json.loads(line)["step"] for line in lines]
+    assert in_file == list(range(1, len(in_file) + 1))
+    in_ring = [record["step"] for record in snapshot.decisions]
+    assert max(in_file[-1], in_ring[-1]) - snapshot.decisions_total in (0, 1)  # killed between file and ring
+    assert sorted({*in_file, *in_ring}) == list(range(1, max(in_file[-1], in_ring[-1]) + 1))
+    assert snapshot.decisions_lost == 0
     reader.close()
 
 

@@ -156,6 +156,10 @@ class Device(Protocol):
     def graph_update(self, graph: Graph, args: Sequence[HostArgs], fence: Event | None) -> None:
         """Enqueues on ``update``: wait for ``fence``, then per host operation rebind and record its event."""
 
+    def collective(self) -> AbstractContextManager[None]:
+        """Around a collective that a stream carries, on that stream's thread: what it holds of the device
+        meanwhile. A real accelerator has nothing to do here."""
+
     def replay(self, graph: Graph) -> None:
         """Enqueues the captured operations on ``compute``, as one operation."""
 

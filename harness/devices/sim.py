@@ -19,7 +19,7 @@ Captures: an event record, an event wait, a host copy or a synchronisation on ``
 refused with DeviceError, and so are a replay and a second capture. Other streams are not captured.
 
 Not here: streams (``sim_streams.py``), host memory and copies (``sim_memory.py``), graphs
-(``sim_graph.py``, ``sim_capture.py``).
+(``sim_graph.py``, ``sim_capture.py``), cores (``sim_cores.py``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,7 @@ from harness.devices.base import (
     Stream,
 )
 from harness.devices.sim_capture import Recorder
+from harness.devices.sim_cores import CoreOptions, Cores
 from harness.devices.sim_graph import SimGraph, by_value
 from harness.devices.sim_memory import CopyCost, CopyEngine, DeviceMeter, HostAllocator, SimHostBuffer
 from harness.devices.sim_streams import Flag, Life, SimEvent, SimStream
@@ -90,6 +91,8 @@ class SimOptions:
     """Deadline of the waits that are hidden inside calls: pageable copies, the drain before a capture."""
     switch_interval_s: float = 5e-5
     """Of the interpreter, process-wide. At Python's default a stream starts 5 ms late beside a busy host."""
+    cores: CoreOptions = field(default_factory=CoreOptions)
+    """What kernels and collectives hold of the device; off where nothing is said."""
     stamp_interval_s: float = 0.05
     """How often the monitor thread stamps the streams in the ledger."""
 
@@ -116,7 +119,11 @@ class SimDevice:
         self._ledger = ledger
         sys.setswitchinterval(options.switch_interval_s)
         self._life = Life()
+        self._cores = Cores(options.cores, self._life)
         self._streams = {name: SimStream(name, self._life, ledger) for name in STREAM_NAMES}
+        if options.cores.total:
+            for stream in self._streams.values():
+                stream.around = self._cores.kernel
         self._host = HostAllocator(options.defects)
         self._meter = DeviceMeter()
         self._copies = CopyEngine(
@@ -230,6 +237,9 @@ class SimDevice:
         for tensor in graph.made:
             self._meter.watch(tensor)
         graph.sealed = True
+
+    def collective(self) -> AbstractContextManager[None]:
+        return self._cores.collective()
 
     def graph_update(self, graph: Graph, args: Sequence[HostArgs], fence: Event | None) -> None:
         """``args`` are taken by value now. Raises ValueError if there is not one tuple for each operation."""

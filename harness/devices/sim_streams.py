@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -243,6 +244,10 @@ class Worker:
         """Asks the thread to end after what it runs now; what is queued is dropped once the life stopped."""
         self._queue.put(None)
 
+    def carry(self, op: Op, label: str) -> None:
+        """Runs one operation, on the thread."""
+        op()
+
     def completed(self, sequence: int) -> None:
         """Called on the thread after each operation of the ledger."""
 
@@ -255,7 +260,7 @@ class Worker:
                 try:
                     if sequence and faults.ACTIVE is not None:
                         faults.ACTIVE.visit("device.operation", stream=self._worker_name, label=label)
-                    op()
+                    self.carry(op, label)
                     if sequence:
                         self.completed(sequence)
                 except Stopped:
@@ -274,6 +279,8 @@ class SimStream(Worker):
         self._transfers: list[Point] = []
         self.recorder: Callable[[Op, str, bool], None] | None = None
         """Set during a capture: takes operations instead of the queue."""
+        self.around: Callable[[str, str], AbstractContextManager[None]] | None = None
+        """Entered around each operation, given the stream's name and the operation's label."""
         super().__init__(name, life)
 
     @property
@@ -314,6 +321,13 @@ class SimStream(Worker):
         self._life.check()
         sequence = 0 if self._ledger is None else self._ledger.enqueue(self._name, label, call_site())
         self.post(op, sequence, label)
+
+    def carry(self, op: Op, label: str) -> None:
+        if self.around is None:
+            op()
+            return
+        with self.around(self._name, label):
+            op()
 
     def passed(self, transfer: Point) -> None:
         """On the stream's thread: the stream goes on although ``transfer`` is not done."""

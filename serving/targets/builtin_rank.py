@@ -21,6 +21,7 @@ import torch
 from harness import faults
 from harness.devices.base import Device, DeviceTimeout
 from harness.devices.sim import SimDevice, SimOptions
+from harness.devices.sim_cores import CoreOptions
 from harness.fault_model import arm, load_file, parse
 from harness.jitter import Jitter, JitterOptions
 from harness.ledger import LedgerWriter
@@ -211,6 +212,12 @@ def _make_device(spec: TrialSpec, name: str, rank: int, ledger: LedgerWriter | N
         copy_latency_us=sim["copy_latency_us"],
         copy_gbps=sim["copy_gbps"],
         host_timeout_s=spec.timeout_s,
+        cores=CoreOptions(
+            total=sim["cores"],
+            collective=sim["collective_cores"],
+            part_us=sim["collective_part_us"],
+            cooperative=tuple(sim["cooperative"]),
+        ),
         defects=frozenset(defect["name"] for defect in sim["defects"] if rank in defect["ranks"]),
     )
     return SimDevice(options, ledger, rank)
