@@ -63,6 +63,8 @@ class Facts:
     """How many faults this arm has that should act."""
     slow_s: float | None = None
     """Of a slow trial: from its last progress until it went on, where that was seen."""
+    aborts_required: int = 0
+    """Requests that it has to give up."""
     reference_is_itself: bool = False
     """It was the first trial of its seed to finish, and the others are held against it."""
 
@@ -209,9 +211,10 @@ def _tokens(facts: Facts) -> Check:
 
 
 def _pressure(facts: Facts) -> Check:
-    if facts.finished and facts.aborted:
+    if facts.finished and len(facts.aborted) != facts.aborts_required:
         count = len(facts.aborted)
-        what = f"{count} request{'s were' if count > 1 else ' was'} aborted, first {facts.aborted[0]}"
+        first = f", first {facts.aborted[0]}" if count else f" of {facts.aborts_required}"
+        what = f"{count} request{' was' if count == 1 else 's were'} aborted{first}"
         return Check("pressure", "unknown", f"the workload was not served whole: {what}")
     wanted = facts.retractions_required
     if wanted == 0:

@@ -3,7 +3,7 @@
 The rules are asked in the order in which they lie near to the cause, and the first that has an answer gives
 it. Ranks that were suspected and went on are none of these: ``diagnosis_slow.py`` says who was slow.
 
-1. a process is gone or stopped, or a rank raised while others wait where it never came;
+1. a process is gone or stopped, a device faulted, or a rank raised while others wait where it never came;
 2. requests stand although no rank does (``diagnosis_service.py``); or there is no ledger, only stacks;
    everything moves: nothing hangs, unless it moves for nothing;
 3. a replayed graph lacks a record that was overtaken (``diagnosis_streams.py``); a registration waits for ranks
@@ -84,6 +84,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         slow(case)
         or _dead(case)
         or _stopped(case)
+        or _faulted(case, of_device=True)
         or _raised(case)
         or by_stacks(case)
         or held_up(case)
@@ -249,19 +250,24 @@ def _raised(case: Case) -> Cause | None:
     return replace(before, facts=(*before.facts, *found.facts), confidence="supported")
 
 
-def _faulted(case: Case) -> Cause | None:
-    """A rank raised of itself, in no collective that others miss it in (a fault of its device: HANGS.md, G3).
+def _faulted(case: Case, *, of_device: bool = False) -> Cause | None:
+    """A rank raised of itself, in no collective that others miss it in; or its device did (HANGS.md, G3), wherever
+    the others wait for it then.
 
     Its own words are evidence at first hand, so nothing has to be known of the others.
     """
     failed = [view for view in case.views.values() if view.exception is not None]
-    first_hand = [view for view in failed if not view.symptom]
+    first_hand = [view for view in failed if not view.symptom and (view.device_fault or not of_device)]
     if not first_hand:
         return None
     waiting = [view for view in case.views.values() if not view.done]
     facts = [view.raised_fact() for view in first_hand]
-    facts += [view.raised_fact() for view in failed if view.symptom]
+    facts += [view.raised_fact() for view in failed if view not in first_hand]
     facts += [view.host_fact() for view in waiting]
+    ranks = {view.rank for view in first_hand}
+    missed = [wait for wait in still_waits(case) if ranks & {*wait.missing, *wait.late}]
+    for wait in missed:
+        facts += wait_facts(case, wait)
     return Cause(
         kind="hang" if waiting else "dead",
         mechanism="rank-dead",
@@ -269,6 +275,7 @@ def _faulted(case: Case) -> Cause | None:
         facts=tuple(facts),
         confidence="proven" if len(first_hand) == 1 else "supported",
         stream="host",
+        collective=collective(missed[0]) if missed else None,
         family=_error_name(first_hand[0].exception or ""),
     )
 

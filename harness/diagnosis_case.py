@@ -36,6 +36,14 @@ _SYMPTOM = re.compile(
     re.IGNORECASE,
 )
 
+_DEVICE_FAULT = re.compile(
+    r"DeviceError|(?:CUDA|HIP|NPU|XPU)(?: function)? error|(?:cuda|hip|aclrt)Error|CUBLAS_STATUS|CUDNN_STATUS|"
+    r"AcceleratorError|device-side assert|illegal (?:memory|instruction|address)|misaligned address|"
+    r"uncorrectable ECC|aicore|aicpu|vector core exception|ACL_ERROR_RT|507\d{3}",
+    re.IGNORECASE,
+)
+"""What the device or its runtime says of an operation that failed: torch on CUDA, HIP and Ascend, and ours."""
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -96,6 +104,12 @@ class View:
         if self.stacks is None or self.earlier_stacks is None:
             return False
         return left_place(self.earlier_stacks, self.stacks)
+
+    @property
+    def device_fault(self) -> bool:
+        """It raised what its device reported, not what its host did wrong."""
+        said = (self.exception or "").strip().splitlines()[-1:]
+        return not self.symptom and bool(_DEVICE_FAULT.search(" ".join(said)))
 
     def stream(self, name: str) -> StreamState | None:
         return None if self.snapshot is None else self.snapshot.streams.get(name)

@@ -29,10 +29,11 @@ REGISTRATION = ("regist", "rendezvous", "symm")
 
 
 def raised(case: Case) -> Cause | None:
-    """A rank raised, and others wait in a collective that it never entered."""
+    """A rank's host raised, and others wait in a collective that it never entered, or had merely enqueued."""
     # An agreement comes after the collectives of the step before: who misses both left the step before that.
     for wait in sorted(still_waits(case), key=lambda wait: wait.group in AGREEMENT_GROUPS):
-        absent = [case.views[rank] for rank in wait.missing if case.views[rank].exception is not None]
+        outside = [case.views[rank] for rank in (*wait.missing, *wait.late)]
+        absent = [view for view in outside if view.exception is not None and not view.device_fault]
         first_hand = [view for view in absent if not view.symptom]
         if not absent:
             continue

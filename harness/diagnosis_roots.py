@@ -5,16 +5,13 @@ Left out here: what a rule nearer to the cause explains (``diagnose.py`` asks th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harness.diagnosis_case import Case, View
 from harness.diagnosis_collectives import collective, is_registration, still_waits, wait_facts
+from harness.diagnosis_host import host_facts
 from harness.diagnosis_model import Cause, Fact, stream_name
 from harness.waits import Wait, lacking
-
-_LOCKS = ("acquire", "lock", "wait_for_tstate", "join")
-_INPUT_OUTPUT = ("write", "read", "flush", "fsync", "recv", "send", "select", "poll", "open")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +116,7 @@ def _slow(case: Case, roots: list[_Root], found: tuple[Wait, ...]) -> Cause | No
         how = "its ledger moved" if root.view.moved else "its host stack left its place"
         facts.append(Fact(f"rank {root.view.rank} goes on: {how} between the samples", root.view.ledger_path))
         facts += root.view.doing()
+        facts += host_facts(root.view)
     for wait in found:
         facts += wait_facts(case, wait)
     return Cause(
@@ -148,7 +146,7 @@ def _blocked(case: Case, roots: list[_Root], found: tuple[Wait, ...]) -> Cause |
     for view in blocked:
         facts.append(view.host_fact())
         facts.append(_streams_fact(view))
-        facts += _frame_facts(view)
+        facts += host_facts(view)
     for wait in found:
         facts += wait_facts(case, wait)
     registering = any(root.wait is not None and is_registration(case, root.wait) for root in roots)
@@ -203,24 +201,6 @@ def _streams_fact(view: View) -> Fact:
     else:
         fact = f"rank {view.rank}: no stream has unfinished work"
     return Fact(fact, view.ledger_path)
-
-
-def _frame_facts(view: View) -> list[Fact]:
-    frame = view.host_frame()
-    if frame is None:
-        return []
-    name = frame.name.lower()
-    if _any_in(name, _LOCKS):
-        what = "a lock"
-    elif _any_in(name, _INPUT_OUTPUT):
-        what = "input or output"
-    else:
-        return []
-    return [Fact(f"rank {view.rank}: the host waits for {what} ({frame.name})", view.stacks_path)]
-
-
-def _any_in(text: str, parts: Iterable[str]) -> bool:
-    return any(part in text for part in parts)
 
 
 def _phase(view: View) -> str:

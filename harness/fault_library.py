@@ -83,9 +83,9 @@ class Delay(Fault):
             spin = f"import time\nend = time.monotonic() + {self.seconds}\nwhile time.monotonic() < end: pass"
             subprocess.run([sys.executable, "-S", "-c", spin], stdin=subprocess.DEVNULL, check=True)
         else:
-            deadline_s = time.monotonic() + self.seconds
+            tree, deadline_s = ast.parse(_source()), time.monotonic() + self.seconds
             while time.monotonic() < deadline_s:
-                compile(ast.unparse(ast.parse(_source())), "<kernel>", "exec")
+                ast.unparse(tree)  # in Python, so that a stack shows the places
 
 
 def _source() -> str:
@@ -133,13 +133,16 @@ class HoldGil(Fault):
     seconds: Seconds = _LONG_S
 
     def act(self, passing: Passing, memory: dict[str, Any]) -> None:
-        _native_call_that_keeps_the_gil(int(self.seconds * 1e6))
+        _native_call_that_keeps_the_gil(round(self.seconds * 1e6))
 
 
 def _native_call_that_keeps_the_gil(microseconds: int) -> None:
     library = ctypes.PyDLL(None)  # unlike CDLL it does not let the lock go
-    for _ in range(max(1, microseconds // 1_000_000)):
-        library.usleep(min(microseconds, 999_999))
+    # One call, or other threads would have their turn between two; usleep may refuse a second and more.
+    left_s = microseconds // 1_000_000
+    while left_s:
+        left_s = library.sleep(left_s)  # a signal ends it early
+    library.usleep(microseconds % 1_000_000)
 
 
 @register

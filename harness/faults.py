@@ -67,10 +67,15 @@ SITES: Mapping[str, Site] = {
         "host", ("step", "request", "token", "grammar", "engine"), ("token",), "",
     ),
     "rank.log": Site("the rank writes its journal", "host", ("step", "descriptor"), (), ""),
-    "rank.exit": Site("the rank has no work left and is about to leave", "host", ("engine",), (), ""),
+    "rank.exit": Site("the rank's work and streams are done, it is about to leave", "host", ("engine",), (), ""),
     "scheduler.victims": Site(
         "requests may be retracted, the first one first; ``needed``: one will be",
         "host", ("victims", "forced", "needed"), ("victims",), "",
+    ),
+    "scheduler.prefill": Site(
+        "a request in the middle of its prefill is about to go on, while others wait",
+        "host", ("request", "computed", "waiting"), (),
+        "going on: it starts again, behind those that wait",
     ),
     "scheduler.abort": Site(
         "a request that can never fit is given up", "host", ("request", "reason"), (),

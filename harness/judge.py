@@ -41,6 +41,8 @@ class TrialContext:
     simulation: bool
     retractions_required: int
     rerun: str
+    aborts_required: int = 0
+    """Requests that the engine must give up: the scenario has some that can never fit."""
     faults: Sequence[Document] = ()
     """The faults of its arm, as the ranks had them."""
 
@@ -65,6 +67,7 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
         leaks=history.get("leaks", []),
         retractions=history.get("retractions", 0),
         retractions_required=context.retractions_required,
+        aborts_required=context.aborts_required,
         aborted=[
             f"{request} ({how})"
             for request, how in history.get("finish", {}).items()

@@ -188,6 +188,8 @@ class PrefixTree(Table):
     grammar_share: Share = 0.0
     """Share of requests whose output is held to a grammar."""
     grammar: str = "digits"
+    rank: Annotated[int, Field(ge=0)] | None = None
+    """The rank that gets all requests, modulo their number; they are dealt out where nothing is said."""
 
 
 class Bursts(Table):
@@ -204,6 +206,8 @@ class Bursts(Table):
     """Length of one more request's prompt, in the middle burst; 0 for none."""
     grammar_share: Share = 0.0
     grammar: str = "digits"
+    rank: Annotated[int, Field(ge=0)] | None = None
+    """The rank that gets all requests, modulo their number; they are dealt out where nothing is said."""
 
 
 class Alternating(Table):
@@ -218,6 +222,8 @@ class Alternating(Table):
     """Tokens that the short requests generate."""
     grammar_share: Share = 0.5
     grammar: str = "digits"
+    rank: Annotated[int, Field(ge=0)] | None = None
+    """The rank that gets all requests, modulo their number; they are dealt out where nothing is said."""
     long_decodes: Annotated[int, Field(ge=0)] = 4
     """The first requests: they arrive at once and decode until after the last arrival; one a rank or more."""
 
@@ -355,6 +361,8 @@ class Require(Table):
 
     retractions: Annotated[int, Field(ge=0)] = 0
     """Requests that lost their place to others; vllm calls them preemptions."""
+    aborted: Annotated[int, Field(ge=0)] = 0
+    """Requests of the workload that can never be served and that the engine has to give up: no more, no fewer."""
 
 
 class Expect(Table):

@@ -349,6 +349,7 @@ def context(planned: Mapping[str, Any], scenario: Scenario, run: Path, simulatio
         world=scenario.target.ranks,
         simulation=simulation,
         retractions_required=scenario.require.retractions,
+        aborts_required=scenario.require.aborted,
         faults=broken(scenario, resolved(planned)),
         rerun=shlex.join(["hangrig", "rerun", str(run), planned["id"]]),
     )

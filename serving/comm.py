@@ -44,23 +44,26 @@ class Comm:
         thread. Raises GroupError for a name that ``groups.py`` does not have."""
         found = self._groups.get(name)
         if found is None:
-            if faults.ACTIVE is not None:
-                faults.ACTIVE.visit("comm.create", group=name)
-            members = self.topology.members(name)
-            symmetric = self.options.symmetric and name == "experts" and len(members) > 1
-            found = self._groups[name] = Group(
-                name,
-                members,
-                self.options,
-                self._device,
-                self._ledger,
-                self._backends.get(name),
-                self._token,
-                self.closed,
-                self.group,
-                self.group(REGISTRATION) if symmetric else None,
-            )
+            found = self._groups[name] = self._create_communicator(name)
         return found
+
+    def _create_communicator(self, name: str) -> Group:
+        if faults.ACTIVE is not None:
+            faults.ACTIVE.visit("comm.create", group=name)
+        members = self.topology.members(name)
+        symmetric = self.options.symmetric and name == "experts" and len(members) > 1
+        return Group(
+            name,
+            members,
+            self.options,
+            self._device,
+            self._ledger,
+            self._backends.get(name),
+            self._token,
+            self.closed,
+            self.group,
+            self.group(REGISTRATION) if symmetric else None,
+        )
 
     def closed(self) -> bool:
         return self._closed

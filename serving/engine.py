@@ -162,16 +162,16 @@ class Engine:
             pass
         self._finish(self._pending)
         self._pending = None
-        if faults.ACTIVE is not None:
-            faults.ACTIVE.visit("rank.exit", engine=self)
         self._phase("drain")
         for stream in (self._device.compute, self._device.copy, self._device.comm, self._device.update):
             stream.synchronize(self.config.wait_s)
         if self._witness is not None:
             self._decisions.add(self.steps, _wrong(self._witness))
         self.scheduler.check_integrity()
+        self._phase("teardown")
+        if faults.ACTIVE is not None:
+            faults.ACTIVE.visit("rank.exit", engine=self)
         if self.config.exit_barrier:
-            self._phase("teardown")
             self._control.meet()
         self._phase("parked")
 

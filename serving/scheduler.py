@@ -113,9 +113,11 @@ class Scheduler:
         self.forward_count += 1
         forced_before = self._counters.forced_retractions
         retracted: list[str] = []
+        if faults.ACTIVE is not None:
+            retracted += self._start_again()
         mode, rows = BatchMode.PREFILL, self._prefill()
         if not rows:
-            retracted = self._retract_until_decode_fits()
+            retracted += self._retract_until_decode_fits()
             mode, rows = BatchMode.DECODE, self._decode()
             self._ratio.step(self.running.values(), decoded=bool(rows), retracted=bool(retracted))
         batch = Batch(
@@ -204,6 +206,20 @@ class Scheduler:
             if row.samples:  # shared from the next step on: inside this one its KV is not there yet
                 self._share(row.request)
         return rows
+
+    def _start_again(self) -> list[str]:
+        """A fault has the request in its prefill give way to those that wait; it keeps nothing."""
+        request, waiting = self.chunked, [one.id for one in self.waiting if not one.in_flight]
+        if faults.ACTIVE is None or request is None or not waiting:
+            return []
+        passing = faults.ACTIVE.visit(
+            "scheduler.prefill", request=request.id, computed=request.computed, waiting=len(waiting)
+        )
+        retracted: list[str] = []
+        if passing.skipped:
+            self._retract(request, retracted)
+            self.waiting.rotate(-1)
+        return retracted
 
     def _admit(self, request: Request, budget: int) -> bool:
         """Moves a waiting request to its prefill if this step, and the future as estimated, have room."""

@@ -73,6 +73,8 @@ class PrefixTree:
     grammar_share: float = 0.0
     """Share of the requests that name a grammar."""
     grammar: str = "digits"
+    rank: int | None = None
+    """The rank that gets all requests; None deals them out."""
 
     def __post_init__(self) -> None:
         _check(self, {"requests": 1, "root_tokens": 1, "child_tokens": 0, "decode_tokens": 0})
@@ -101,9 +103,11 @@ class Bursts:
     prompt_tokens: Span = (16, 128)
     decode_tokens: Span = (4, 32)
     long_prompt_tokens: int = 0
-    """Length of one more request's prompt, in the middle burst and on rank 0; 0 for none."""
+    """Length of one more request's prompt, in the middle burst and on rank 0, or on ``rank``; 0 for none."""
     grammar_share: float = 0.0
     grammar: str = "digits"
+    rank: int | None = None
+    """The rank that gets all requests; None deals them out."""
 
     def __post_init__(self) -> None:
         least = {"bursts": 1, "requests_per_burst": 1, "gap_steps": 0, "prompt_tokens": 1}
@@ -112,13 +116,14 @@ class Bursts:
     def arrivals(self, dice: Dice) -> list[Arrival]:
         arrivals: list[Arrival] = []
         step = 0
+        pinned_to = self.rank or 0
         for burst in range(self.bursts):
             lengths = [dice.between(self.prompt_tokens) for _ in range(self.requests_per_burst)]
             if self.long_prompt_tokens and burst == self.bursts // 2:
                 lengths.append(self.long_prompt_tokens)
             specs = [dice.spec(self, dice.tokens(length)) for length in lengths]
             if len(specs) > self.requests_per_burst:
-                specs[-1] = replace(specs[-1], rank=0)
+                specs[-1] = replace(specs[-1], rank=pinned_to)
             arrivals.extend(Arrival(step, spec) for spec in specs)
             prefills = sum(-(-length // _PREFILL_TOKENS_A_STEP) for length in lengths)
             step += prefills + max(spec.max_new_tokens for spec in specs) + self.gap_steps
@@ -147,6 +152,8 @@ class Alternating:
     long_decodes: int = 4
     """The first this many requests arrive at once and decode until after the last arrival. With fewer than
     there are ranks, some rank does not decode throughout. They name no grammar: it could end them early."""
+    rank: int | None = None
+    """The rank that gets all requests; None deals them out."""
 
     def __post_init__(self) -> None:
         least = {"requests": 1, "every_steps": 1, "prompt_tokens": 1, "decode_tokens": 0, "long_decodes": 0}
@@ -193,7 +200,7 @@ class Dice:
         self._made += 1
         decode = max(1, self._decode.randint(*workload.decode_tokens))
         constrained = self._grammar.random() < workload.grammar_share
-        return RequestSpec(name, prompt, decode, workload.grammar if constrained else None)
+        return RequestSpec(name, prompt, decode, workload.grammar if constrained else None, workload.rank)
 
 
 def workload(table: Mapping[str, Any]) -> Workload:
@@ -244,6 +251,8 @@ def _check(workload: Workload, least: Mapping[str, int]) -> None:
             raise WorkloadError(f"workload {workload.kind}: {name} is {value}, give (lowest, highest)")
         if min(values) < bound:
             raise WorkloadError(f"workload {workload.kind}: {name} is {value}, the least is {bound}")
+    if workload.rank is not None and workload.rank < 0:
+        raise WorkloadError(f"workload {workload.kind}: rank is {workload.rank}, the least is 0")
     share = workload.grammar_share
     if not 0.0 <= share <= 1.0:
         raise WorkloadError(f"workload {workload.kind}: grammar_share is {share}, it must be from 0 to 1")

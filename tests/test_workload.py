@@ -57,6 +57,16 @@ def test_a_pinned_request_goes_to_its_rank_and_shifts_no_other() -> None:
         for_rank(arrivals, 2, 2)
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_all_requests_may_go_to_one_rank_and_stay_the_same(kind: str) -> None:
+    dealt = generate(workload({"kind": kind}), seed=3, vocab_size=100)
+    pinned = generate(workload({"kind": kind, "rank": 1}), seed=3, vocab_size=100)
+    assert [a.request.prompt for a in pinned] == [a.request.prompt for a in dealt]
+    assert for_rank(pinned, 1, 2) == pinned and for_rank(pinned, 0, 2) == ()
+    with pytest.raises(WorkloadError, match="rank is -1"):
+        workload({"kind": kind, "rank": -1})
+
+
 def test_prompts_of_the_tree_grow_from_earlier_ones() -> None:
     kind = PrefixTree(requests=401)
     prompts = [arrival.request.prompt for arrival in generate(kind, seed=1, vocab_size=512)]
