@@ -31,7 +31,7 @@ from harness.toggles import BUILTIN
 __all__ = [
     "ArmPlan", "Expectation", "Problem", "Scenario", "ScenarioError", "TrialPlan", "arm_string", "corpus_files",
     "expand",
-    "find_scenario", "from_record", "list_scenarios", "load", "plan_arms", "record", "scenario_files",
+    "find_scenario", "from_record", "list_scenarios", "load", "model_for", "plan_arms", "record", "scenario_files",
 ]  # fmt: skip
 
 SETTING = "--set"
@@ -129,7 +129,7 @@ def validate(
         raise ScenarioError(problems)
     if isinstance(model := changed.get("model"), dict) and isinstance(model.get("directory"), str):
         model["directory"] = _directory(model["directory"], changed)
-    model = _model_for(changed)
+    model = model_for(changed)
     try:
         scenario = model.model_validate(changed)
     except ValidationError as error:
@@ -153,7 +153,7 @@ def _directory(text: str, document: Mapping[str, Any]) -> str:
     return str(Path(text).expanduser().absolute())
 
 
-def _model_for(document: Mapping[str, Any]) -> type[Scenario]:
+def model_for(document: Mapping[str, Any]) -> type[Scenario]:
     """The scenario's model with the faults that its target knows; for the built-in engine those are registered."""
     target = document.get("target")
     name = target.get("name", BUILTIN) if isinstance(target, dict) else BUILTIN

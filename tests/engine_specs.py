@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.arms import plan_arms
 from harness.launch_plan import arm_spec
+from harness.scenario import model_for
 from harness.scenario_model import Scenario
 from harness.target import EngineSpec
 from harness.toggles import Facts
@@ -40,14 +41,14 @@ def scenario(name: str, device: str = "cpu", /, **tables: Any) -> Scenario:
     for key, table in tables.items():
         given = document.get(key)
         document[key] = {**given, **table} if isinstance(given, dict) else table
-    return Scenario.model_validate(document)
+    return model_for(document).model_validate(document)
 
 
 def recipe(name: str) -> Scenario:
     """A recipe's scenario file, as it is, for an interpreter called python."""
     document = tomllib.loads((SCENARIOS / f"{name}.toml").read_text())
     document["target"]["python"] = "python"
-    return Scenario.model_validate(document)
+    return model_for(document).model_validate(document)
 
 
 def spec_of(chosen: Scenario, arm: int = 0) -> EngineSpec:

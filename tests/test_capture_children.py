@@ -142,7 +142,7 @@ def test_children_are_bounded_in_number_and_the_rest_is_counted(programs: Progra
 
 
 def test_the_work_of_children_is_counted_also_of_those_that_have_ended(programs: Programs) -> None:
-    spin = "end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+    spin = "end = time.process_time() + 0.4\nwhile time.process_time() < end: pass"
     busy = programs.start(
         f"subprocess.run([sys.executable, '-S', '-c', {'import time' + chr(10) + spin!r}], check=True)"
     )

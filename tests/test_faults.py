@@ -13,8 +13,8 @@ from harness.devices.base import STREAM_NAMES
 from harness.faults import SITES, Active, FaultError, Passing
 from harness.jitter import Jitter, JitterOptions
 
-LEDGERED = {"device.operation", "host.fence"}
-"""Sites that are passed only with a ledger, or where a copy is pending."""
+LEDGERED = {"device.operation", "host.fence", "device.cores"}
+"""Sites that are passed only with a ledger, where a copy is pending, or on a device with counted cores."""
 ALWAYS = JitterOptions(probability=1.0, low_us=5.0, high_us=50.0, longest_share=1.0)
 
 

@@ -311,14 +311,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RunRequest, str]]:
     """What a rerun would run, instead of running it."""
     kept: list[tuple[RunRequest, str]] = []
 
-    def execute(request: RunRequest, jobs: Any) -> RunOutcome:
+    def execute(request: RunRequest, jobs: Any) -> Path:
         ((job, arms),) = jobs
         (plan,) = job.trials
         assert [dict(arm.arm) for arm in arms] == [dict(plan.arm)]
         kept.append((request, plan.id))
-        return RunOutcome(0, Path())
+        return Path()
 
-    monkeypatch.setattr(run_room, "_execute", execute)
+    monkeypatch.setattr(run_room, "execute", execute)
+    monkeypatch.setattr(run_room, "_report", lambda path: RunOutcome(0, path))
     return kept
 
 
