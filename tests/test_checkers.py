@@ -118,6 +118,9 @@ def test_tokens(changes: dict[str, Any], said: Verdict, reason: str) -> None:
         ({"retractions": 0, "retractions_required": 0}, "pass"),
         ({"aborted": ["r7 (aborted: it needs 900 tokens)"]}, "unknown"),
         ({"aborted": ["r7 (aborted: it needs 900 tokens)"], "finished": False}, "pass"),
+        ({"aborted": ["r7 (aborted: it needs 900 tokens)"], "aborts_required": 1}, "pass"),
+        ({"aborted": [], "aborts_required": 1}, "unknown"),
+        ({"aborted": ["r7", "r8"], "aborts_required": 1}, "unknown"),
     ],
 )
 def test_pressure(changes: dict[str, Any], said: Verdict) -> None:

@@ -85,6 +85,35 @@ def test_the_ranks_may_meet_at_the_end(ranks: LocalRanks, trials: Trials, refere
         assert [record.operation for record in world.recent] == ["barrier"]
 
 
+@pytest.mark.parametrize(
+    ("engine", "group", "steps"),
+    [({"sync_every": 8}, "sync", {8}), ({"exit_barrier": True}, "world", None)],
+)
+def test_a_communicator_is_made_when_it_is_first_used(
+    ranks: LocalRanks,
+    trials: Trials,
+    reference: Trial,
+    engine: dict[str, Any],
+    group: str,
+    steps: set[int] | None,
+    tmp_path: Path,
+) -> None:
+    """A fault that hardly delays tells the step in which it acted; at the end is the last one."""
+    watch = {"name": "delay", "site": "comm.create", "where": {"group": group}, "seconds": 0.001, "times": 0}
+    logs = {rank: str(tmp_path / f"rank{rank}.jsonl") for rank in range(2)}
+    trial = ranks.trial(
+        2,
+        trials.of(2).spec(
+            engine=engine, toggles={"pinned": "pinned"}, faults=(watch,), fault_files=(), fault_logs=logs
+        ),
+    )
+    assert trial.tokens == reference.tokens
+    passed = {
+        json.loads(line)["step"] for path in logs.values() for line in Path(path).read_text().splitlines()
+    }
+    assert passed == (steps or {result.steps for result in trial.results})
+
+
 def test_what_is_off_has_no_group(ranks: LocalRanks, trials: Trials, reference: Trial) -> None:
     trial = served(ranks, trials, reference, 2, {})
     assert set(snapshot(trial, 0).groups) == {"agree", "experts"}

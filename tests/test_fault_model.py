@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -193,3 +196,47 @@ def test_a_rank_allocates_early_only_what_it_has_no_room_for() -> None:
     assert engine.grown is None
     armed.visit(Passing("rank.batch", 0, 6, {"tokens": 9, "engine": engine}))
     assert engine.grown == (9, "agree")
+
+
+def test_a_native_call_keeps_every_other_thread_from_running() -> None:
+    """In a process of its own: a thread that counts stands as long as the call lasts, and no longer."""
+    program = """
+import itertools, threading, time
+from harness.fault_model import arm, parse, registered
+from harness.faults import Passing
+registered()
+(armed,) = arm([parse({"name": "hold_gil", "site": "rank.step", "seconds": 1.0})], 0, seed=1)
+stop, counted = threading.Event(), itertools.count()
+def count():
+    while not stop.wait(0.001):
+        next(counted)
+threading.Thread(target=count, daemon=True).start()
+before = next(counted)
+armed.visit(Passing("rank.step", 0, 1, {"step": 1, "engine": None}))
+held = next(counted) - before
+while next(counted) < before + held + 10:
+    time.sleep(0.01)
+stop.set()
+print(held)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0 and int(done.stdout) < 10, (done.stdout, done.stderr)
+
+
+def test_a_disk_is_full_and_a_pipe_is_never_read() -> None:
+    (full,) = arm([parse({"name": "fill_disk", "site": "rank.log"})], 0, seed=1)
+    with pytest.raises(OSError, match="No space left"):
+        full.visit(Passing("rank.log", 0, 1, {"step": 1, "descriptor": 0}))
+    (pipe,) = arm([parse({"name": "block_pipe", "site": "rank.log"})], 0, seed=1)
+    one = Passing("rank.log", 0, 1, {"step": 1, "descriptor": 0})
+    writer = threading.Thread(target=pipe.visit, args=(one,), daemon=True)
+    writer.start()
+    writer.join(0.5)
+    assert writer.is_alive(), "the write came back although nobody reads"
+    os.read(pipe._memory["reader"], 1 << 16)
+    while writer.is_alive() and os.read(pipe._memory["reader"], 1 << 16):
+        writer.join(0.01)
+    writer.join(10.0)
+    assert not writer.is_alive()

@@ -6,7 +6,7 @@ it holds. A table that is wrong in one entry therefore shows at the step that re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from harness import faults
+from harness.fault_model import arm, parse, registered
 from serving.admission import AdmissionRatio
 from serving.kv_cache import IntegrityError
 from serving.requests import Batch, BatchMode, Request, State
@@ -607,3 +609,59 @@ def test_an_empty_request_is_refused() -> None:
         make("a", [], 1)
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         make("a", [1], 0)
+
+
+# What faults break -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nemesis() -> Iterator[Callable[..., None]]:
+    """Arms one fault on this process until the test is over."""
+
+    registered()
+
+    def start(**table: Any) -> None:
+        faults.activate(*arm([parse(table)], 0, seed=1))
+
+    yield start
+    faults.activate()
+
+
+def prefills(scheduler: Scheduler, steps: int) -> list[Batch]:
+    """So many steps, each committed before the next."""
+    batches = []
+    machine = Machine()
+    for _ in range(steps):
+        batch = scheduler.schedule()
+        scheduler.check_integrity()
+        scheduler.commit(batch, *machine.run(batch))
+        batches.append(batch)
+    return batches
+
+
+def test_two_prefills_that_give_way_to_each_other_never_sample(nemesis: Callable[..., None]) -> None:
+    nemesis(name="skip", site="scheduler.prefill", times=0)
+    scheduler = Scheduler(SchedulerConfig(kv_tokens=64, chunk_tokens=8, max_prefill_tokens=8))
+    for name in ("a", "b"):
+        scheduler.add(Request(name, tuple(range(1, 25)), 4))
+    batches = prefills(scheduler, 40)
+    assert all(batch.mode is BatchMode.PREFILL for batch in batches)
+    assert [batch.retracted for batch in batches[1:5]] == [("a",), ("b",), ("a",), ("b",)]
+    assert not any(row.samples for batch in batches for row in batch.rows)
+
+
+def test_a_prefill_alone_gives_way_to_nobody(nemesis: Callable[..., None]) -> None:
+    nemesis(name="skip", site="scheduler.prefill", times=0)
+    scheduler = Scheduler(SchedulerConfig(kv_tokens=64, chunk_tokens=8, max_prefill_tokens=8))
+    scheduler.add(Request("a", tuple(range(1, 25)), 4))
+    batches = prefills(scheduler, 3)
+    assert not any(batch.retracted for batch in batches) and batches[-1].rows[0].samples
+
+
+def test_a_request_that_is_never_given_up_waits_for_ever(nemesis: Callable[..., None]) -> None:
+    nemesis(name="skip", site="scheduler.abort", times=0)
+    scheduler = Scheduler(SchedulerConfig(kv_tokens=16))
+    scheduler.add(Request("large", tuple(range(1, 40)), 4))
+    batches = prefills(scheduler, 5)
+    assert all(batch.mode is BatchMode.IDLE and not batch.aborted for batch in batches)
+    assert scheduler.has_work() and [request.id for request in scheduler.waiting] == ["large"]
