@@ -12,10 +12,10 @@ one dump says is ``offline/flight_recorder.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.diagnosis_model import Cause, Collective, Confidence, Fact, Mismatch, Operation
+from harness.diagnosis_model import Cause, Collective, Confidence, Fact, Mechanism, Mismatch, Operation
 from harness.offline.flight_groups import (
     Call,
     Party,
@@ -147,17 +147,13 @@ class _Scene:
             }
             for link in links
         )
-        return Cause(
-            kind="hang",
-            mechanism="collective-order",
-            ranks=tuple(sorted(link.rank for link in links)),
-            facts=tuple(facts),
-            confidence="supported",
-            stream="comm",
-            operation=self._operation(first),
-            collective=self._collective(first, Mismatch("order", sides)),
-            family=first.operation,
-            group=self._party(first).words,
+        return self._hang_in(
+            first,
+            "collective-order",
+            tuple(sorted(link.rank for link in links)),
+            facts,
+            "supported",
+            Mismatch("order", sides),
         )
 
     def missing(self) -> Cause | None:
@@ -172,17 +168,12 @@ class _Scene:
             if not roots:
                 continue
             # Who has no dump may be what those wait for that are behind; but these are seen to be behind.
-            return Cause(
-                kind="hang",
-                mechanism="collective-skipped",
-                ranks=roots,
-                facts=tuple(self.wait_facts(wait)),
-                confidence="suspected" if wait.unknown else "supported",
-                stream="comm",
-                operation=self._operation(wait),
-                collective=self._collective(wait),
-                family=wait.operation,
-                group=self._party(wait).words,
+            return self._hang_in(
+                wait,
+                "collective-skipped",
+                roots,
+                self.wait_facts(wait),
+                "suspected" if wait.unknown else "supported",
             )
         return self._missing_peer(waiting)
 
@@ -217,18 +208,7 @@ class _Scene:
         if lost is None:
             return self._absent_peer()
         facts = self.wait_facts(lost)
-        return Cause(
-            kind="hang",
-            mechanism="unknown",
-            ranks=lost.unknown,
-            facts=tuple(facts),
-            confidence="suspected",
-            stream="comm",
-            operation=self._operation(lost),
-            collective=self._collective(lost),
-            family=lost.operation,
-            group=self._party(lost).words,
-        )
+        return self._hang_in(lost, "unknown", lost.unknown, facts, "suspected")
 
     def _absent_peer(self) -> Cause | None:
         call = next((call for call in self.calls if not call.known), None)
@@ -256,18 +236,7 @@ class _Scene:
         """A device has not come to what the other devices are in: something before it is not done there."""
         for wait in self.found:
             if wait.late and wait.waiting:
-                return Cause(
-                    kind="hang",
-                    mechanism="unknown",
-                    ranks=wait.late,
-                    facts=tuple(self.wait_facts(wait)),
-                    confidence="suspected",
-                    stream="comm",
-                    operation=self._operation(wait),
-                    collective=self._collective(wait),
-                    family=wait.operation,
-                    group=self._party(wait).words,
-                )
+                return self._hang_in(wait, "unknown", wait.late, self.wait_facts(wait), "suspected")
         return None
 
     def stuck(self) -> Cause | None:
@@ -284,15 +253,27 @@ class _Scene:
                     self._path(wait.waiting[0]),
                 )
             )
+        return self._hang_in(wait, "unknown", (), facts, "suspected")
+
+    def _hang_in(
+        self,
+        wait: Wait,
+        mechanism: Mechanism,
+        ranks: tuple[int, ...],
+        facts: Sequence[Fact],
+        confidence: Confidence,
+        mismatch: Mismatch | None = None,
+    ) -> Cause:
+        """A hang that shows in ``wait``, whoever made it."""
         return Cause(
             kind="hang",
-            mechanism="unknown",
-            ranks=(),
+            mechanism=mechanism,
+            ranks=ranks,
             facts=tuple(facts),
-            confidence="suspected",
+            confidence=confidence,
             stream="comm",
             operation=self._operation(wait),
-            collective=self._collective(wait),
+            collective=self._collective(wait, mismatch),
             family=wait.operation,
             group=self._party(wait).words,
         )

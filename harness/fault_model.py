@@ -16,6 +16,7 @@ import os
 import random
 import threading
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
@@ -123,6 +124,13 @@ def registered() -> dict[str, type[Fault]]:
     FaultError when a package's module cannot be loaded."""
     import harness.fault_library  # noqa: F401 - registers the standard ones
 
+    _load_packages()
+    return dict(sorted(_REGISTERED.items()))
+
+
+@lru_cache(maxsize=1)
+def _load_packages() -> None:
+    """Once a process: a corpus reads dozens of scenarios, and what is installed does not change meanwhile."""
     for entry in entry_points(group=GROUP):
         try:
             entry.load()
@@ -130,7 +138,6 @@ def registered() -> dict[str, type[Fault]]:
             raise FaultError(
                 f"entry point {entry.name} of {GROUP} ({entry.value}): {_said(error)}"
             ) from error
-    return dict(sorted(_REGISTERED.items()))
 
 
 def load_file(path: Path) -> None:

@@ -35,7 +35,7 @@ from harness.target import TargetError, find_target
 from harness.toggles import gather_facts
 from harness.trial_choice import choose_trial
 from reports import write_all
-from reports.corpus import Corpus, build, write
+from reports.corpus import Corpus, write
 from reports.terminal import show
 
 
@@ -52,8 +52,8 @@ def corpus(wish: Wish, out: Path, argv: Sequence[str], *, json: bool) -> Corpus:
     planned = jobs(wish, chosen)
     view = CorpusView(sum(len(job.trials) for job, _ in planned), chosen)
     path = execute(asked, planned, name="corpus", extra=manifest(chosen), view=view)
-    _report(path)
-    return build(read_run(path))
+    write_all(path)
+    return write(path)
 
 
 def rerun(path: Path, trial: str | None, overrides: Mapping[str, Any]) -> RunOutcome:
