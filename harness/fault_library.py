@@ -29,6 +29,8 @@ ALL = tuple(SITES)
 HOST = tuple(name for name, site in SITES.items() if site.thread == "host")
 SKIPPABLE = tuple(name for name, site in SITES.items() if site.skip)
 _LONG_S = 86_400.0
+_TAKEN_S = 10.0
+"""For a thread to take a lock that nobody else knows."""
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -116,7 +118,7 @@ class TakeLock(Fault):
         lock = threading.Lock()
         taker = threading.Thread(target=lock.acquire, name="lock-taker", daemon=True)
         taker.start()
-        taker.join()
+        taker.join(_TAKEN_S)
         _wait_for_the_lock(lock)
 
 

@@ -92,11 +92,11 @@ def test_what_stays(text: str) -> None:
     ("path", "folder"),
     [
         ("/opt/env/lib/python3.11/site-packages/torch/cuda/graphs.py", "/opt/env/lib/python3.11"),
-        ("/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py", "/root/.pyenv/versions/3.11.7"),
+        ("/root/miniforge3/envs/serve/lib/python3.11/threading.py", "/root/miniforge3/envs/serve"),
         ("/home/al/sglang/python/sglang/srt/managers/scheduler.py", "/home/al"),
         ("/home/vllm/plan/secret.py", "/home/vllm/plan"),
         ("/data/ray/acme/weights.bin", "/data/ray/acme"),
-        ("/work/acme/harness/devices/sim.py", "/work/acme"),
+        ("/srv/acme/harness/devices/sim.py", "/srv/acme"),
         ("/acme/x", "/acme"),
         ("/tmp/x", ""),
         ("/usr/local/Ascend/driver/version.info", ""),
