@@ -236,6 +236,7 @@ def _record(rank: int, step: int, world: int, *, odd: bool = False) -> dict[str,
         "own_tokens": 8,
         "requests": [f"r{rank // ATTENTION}-{slot}" for slot in range(8)],
         "aborted": [],
+        "collectives": {"agree": step, "attention": 3 * step, "experts": 2 * step - 2},
         "waiting": 0,
         "tokens_out": 8 * step,
     }

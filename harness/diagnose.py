@@ -66,6 +66,7 @@ from harness.diagnosis_service import by_stacks, held_up
 from harness.diagnosis_slow import slow
 from harness.diagnosis_streams import stream_order
 from harness.diagnosis_words import fold
+from harness.garbage import uncollected
 from harness.livelock import is_futile, tokens_out
 
 __all__ = [
@@ -77,6 +78,7 @@ _LIVELOCK_RECORDS = 32
 """Futile steps in one ledger that make a livelock even where the capture was made for another reason."""
 
 
+@uncollected()
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Never raises for incomplete evidence; ``missing_evidence`` says what it had to do without."""
     case = Case.of(evidence)
@@ -108,7 +110,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     recorded = {rank: tuple(case.decisions(rank).values()) for rank in case.views}
     if any(view.exception is not None for view in case.views.values()):
         cause = after_wrong_copies(cause, recorded)
-    copies = tuple(fact for fact in copy_facts(recorded) if fact not in cause.facts)
+    told = set(cause.facts)
+    copies = tuple(fact for fact in copy_facts(recorded) if fact not in told)
     extra = (*copies, *(fact for view in case.everyone for fact in view.stack_facts()))
     return Diagnosis(
         kind=cause.kind,

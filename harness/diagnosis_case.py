@@ -8,9 +8,9 @@ Nothing is concluded here beyond one rank's own condition: that it moved, stands
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from harness.diagnosis_model import Evidence, EvidenceSample, Fact, Missing, Operation, RankEvidence
 from harness.diagnosis_places import host_place, raising_place, stream_places
@@ -23,6 +23,7 @@ from harness.stacks import Frame, ProcessStacks
 from harness.stillness import host_thread, left_place, streams_unknown
 from harness.waits import Wait, waits
 
+T = TypeVar("T")
 Condition: TypeAlias = Literal["alive", "stopped", "dead", "unknown"]
 
 PARKED = "parked"
@@ -212,11 +213,10 @@ class Case:
     evidence: Evidence
     views: Mapping[int, View]
     others: Mapping[str, View] = field(default_factory=dict)
-    _waits: list[tuple[Wait, ...]] = field(default_factory=list, init=False, repr=False, compare=False)
     _decisions: dict[int, dict[int, Mapping[str, Any]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Worked out once, although several rules ask."""
+    _known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, evidence: Evidence) -> Case:
@@ -250,9 +250,14 @@ class Case:
 
     def waits(self) -> tuple[Wait, ...]:
         """Who waits in collectives, by the newest ledgers."""
-        if not self._waits:
-            self._waits.append(waits(self.snapshots()))
-        return self._waits[0]
+        return self.once("waits", lambda: waits(self.snapshots()))
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What ``make`` gives, worked out once although several rules ask."""
+        if name not in self._known:
+            self._known[name] = make()
+        known: T = self._known[name]
+        return known
 
     def others_known(self, ranks: Iterable[int]) -> bool:
         """What is concluded about ``ranks`` by exclusion needs to know what every other rank does."""

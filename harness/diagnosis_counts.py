@@ -11,17 +11,18 @@ how many collectives the last recorded one had. Not here: sizes and operations (
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 from harness.diagnosis_case import Case
 from harness.diagnosis_collectives import AGREEMENT_GROUPS, collective, still_waits, wait_facts
 from harness.diagnosis_model import Cause, Fact, StreamName
 from harness.ledger_snapshot import GroupState
 from harness.livelock import whole
-from harness.waits import Wait, by_host
+from harness.waits import Wait, by_host, lists_of_members
 
 _ALIKE_BEFORE = 2
 """Recorded steps with equal counts that there must be before a difference: ranks whose steps are numbered each by
@@ -49,21 +50,21 @@ class Uneven:
     @property
     def fewer(self) -> bool:
         """What is odd about them is that they did less."""
-        others = [count for rank, count in self.did.items() if rank not in self.odd] or list(self.usual)
-        return bool(self.odd) and all(self.did[rank] < min(others, default=0) for rank in self.odd)
+        odd = set(self.odd)
+        others = [count for rank, count in self.did.items() if rank not in odd] or list(self.usual)
+        least = min(others, default=0)
+        return bool(odd) and all(self.did[rank] < least for rank in odd)
 
 
 def uneven(case: Case) -> Uneven | None:
     """The earliest difference in any group; None when there is none."""
-    records = {rank: case.decisions(rank) for rank in case.views}
-    names = sorted(
-        {name for found in records.values() for record in found.values() for name in _counts(record)}
-    )
+    told = _told(case)
+    names = sorted(set().union(*(counts for table in told.values() for counts in table.values())))
     found = [
         one
         for name in names
         for members in _members(case, name)
-        if (one := _uneven_in(case, name, {rank: records[rank] for rank in members})) is not None
+        if (one := _uneven_in(case, name, {rank: told[rank] for rank in members})) is not None
     ]
     return min(found, key=lambda one: (one.step, one.group not in AGREEMENT_GROUPS, one.group), default=None)
 
@@ -128,28 +129,50 @@ def _stream(case: Case, found: Uneven) -> StreamName:
 # Counts --------------------------------------------------------------------------------------------------
 
 
-def _counts(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    counts = record.get("collectives")
-    return counts if isinstance(counts, Mapping) else {}
+_Table: TypeAlias = Mapping[int, Mapping[str, Any]]
+"""Of one rank, by step: its collectives so far, by group."""
+_Column: TypeAlias = Mapping[int, int]
+"""Of those, one group's."""
+
+
+def _told(case: Case) -> dict[int, _Table]:
+    """By rank. Ranks that tell the same share one table: thousands do."""
+    tables: dict[int, _Table] = {}
+    one: _Table = {}
+    for rank in case.views:
+        said = ((step, record.get("collectives")) for step, record in case.decisions(rank).items())
+        table = {step: counts for step, counts in said if isinstance(counts, dict)}
+        one = one or table
+        tables[rank] = one if table == one else table
+    return tables
+
+
+def _columns(name: str, tables: Mapping[int, _Table]) -> dict[int, _Column]:
+    """By rank. Ranks that tell the same of this group share one column."""
+    columns: dict[int, _Column] = {}
+    known: dict[int, _Column] = {}
+    one: _Column = {}
+    for rank, table in tables.items():
+        if id(table) not in known:
+            column = {step: n for step, counts in table.items() if (n := whole(counts, name)) is not None}
+            one = one or column
+            known[id(table)] = one if column == one else column
+        columns[rank] = known[id(table)]
+    return columns
 
 
 def _members(case: Case, name: str) -> Iterable[tuple[int, ...]]:
     """The ranks of each group of that name; of one whose ledger says nothing of it there is no telling."""
-    listed = {
-        snapshot.groups[name].ranks for snapshot in case.snapshots().values() if name in snapshot.groups
-    }
+    states = (snapshot.groups.get(name) for snapshot in case.snapshots().values())
+    listed = lists_of_members(state for state in states if state is not None)
     return [members for members in sorted(listed) if len(members) > 1 and set(members) <= case.views.keys()]
 
 
-def _uneven_in(
-    case: Case, name: str, records: Mapping[int, Mapping[int, Mapping[str, Any]]]
-) -> Uneven | None:
-    counted = {
-        rank: {step: n for step, record in found.items() if (n := whole(_counts(record), name)) is not None}
-        for rank, found in records.items()
-    }
-    common = sorted(set.intersection(*(set(found) for found in counted.values())))
-    alike = [step for step in common if len({found[step] for found in counted.values()}) == 1]
+def _uneven_in(case: Case, name: str, tables: Mapping[int, _Table]) -> Uneven | None:
+    counted = _columns(name, tables)
+    different = tuple({id(column): column for column in counted.values()}.values())
+    common = sorted(set(different[0]).intersection(*different[1:]))
+    alike = [step for step in common if len({column[step] for column in different}) == 1]
     if len(alike) < _ALIKE_BEFORE:
         return None
     first = next((step for step in common if step > alike[0] and step not in alike), None)
@@ -158,8 +181,9 @@ def _uneven_in(
         return None
     since = before[-1]
     whatever = name in AGREEMENT_GROUPS
+    records = {rank: case.decisions(rank) for rank in tables}
     history = _History(next(iter(counted.values())), next(iter(records.values())), tuple(before), whatever)
-    if first is not None and _made_up(case, name, records):
+    if first is not None and _made_up(case, name, tables):
         return None
     if first is not None:
         did = {rank: found[first] - found[since] for rank, found in counted.items()}
@@ -204,10 +228,17 @@ class _History:
     steps: tuple[int, ...]
     whatever: bool
     """The group is entered in every step, whatever its kind."""
+    _known: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def usual(self, record: Mapping[str, Any], steps: int) -> tuple[int, ...]:
         """Numbers of collectives that steps of the kind of this record's had; none for a kind not seen before.
         Where every step had equally many, also those without a record, as many for each of ``steps``."""
+        of = (*map(repr, _kind(record)), steps)
+        if of not in self._known:
+            self._known[of] = self._usual(record, steps)
+        return self._known[of]
+
+    def _usual(self, record: Mapping[str, Any], steps: int) -> tuple[int, ...]:
         done = [(a, b - a, self.counts[b] - self.counts[a]) for a, b in pairwise(self.steps)]
         each = {change // gap if change % gap == 0 else -1 for _, gap, change in done}
         kind = _kind(record)
@@ -235,9 +266,9 @@ def _odd(did: Mapping[int, int], usual: tuple[int, ...]) -> tuple[int, ...]:
     odd = tuple(rank for rank, count in sorted(did.items()) if count not in usual)
     if usual and 0 < len(odd) < len(did):
         return odd
-    values = sorted(did.values())
-    most = max(values, key=lambda value: (values.count(value), value))
-    if values.count(most) * 2 > len(values):
+    often = Counter(did.values())
+    most = max(often, key=lambda value: (often[value], value))
+    if often[most] * 2 > len(did):
         return tuple(rank for rank, count in sorted(did.items()) if count != most)
     return ()
 

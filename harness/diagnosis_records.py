@@ -20,6 +20,7 @@ PEERS_AGREE = ("aborted", "requests", "mode", "batch", "own_tokens", "retracted"
 """Fields that are equal on the ranks of one attention group: they compute the same batch."""
 FOLLOWS_AGREEMENT = ("padding", "bucket", "graph")
 """Fields that follow from it; where only these differ, the collectives of the step tell the story."""
+_AGREED = (*MUST_AGREE, *FOLLOWS_AGREEMENT)
 _ABSENT = {"passes": 1}
 """What a record says that does not have the field."""
 
@@ -41,34 +42,72 @@ class Divergence:
 
 
 def first_divergence(case: Case, fields: tuple[str, ...]) -> Divergence | None:
-    """The first step at which the ranks differ in one of ``fields``."""
-    records = {rank: case.decisions(rank) for rank in case.views}
-    for step in sorted({step for found in records.values() for step in found}):
-        at = {rank: found[step] for rank, found in records.items() if step in found}
-        if _alike([tuple(map(record.get, fields)) for record in at.values()]):
-            continue
-        for name in fields:
-            having = {rank: record for rank, record in at.items() if name in record or name in _ABSENT}
-            if _differ(having, name):
-                return Divergence(step, name, having)
-    return None
+    """The first step at which the ranks differ in one of ``fields``: MUST_AGREE or FOLLOWS_AGREEMENT."""
+    return _firsts(case).by_fields[fields]
 
 
 def first_peer_divergence(case: Case) -> Divergence | None:
     """The first step at which ranks of one attention group differ."""
-    found = {rank: case.decisions(rank) for rank in case.views}
-    for step in sorted({step for records in found.values() for step in records}):
-        groups: dict[int, dict[int, Mapping[str, Any]]] = {}
-        for rank, records in found.items():
-            if step in records and isinstance(group := records[step].get("dp"), int):
-                groups.setdefault(group, {})[rank] = records[step]
-        for members in groups.values():
-            if _alike([tuple(map(record.get, PEERS_AGREE)) for record in members.values()]):
-                continue
-            for name in PEERS_AGREE:
-                having = {rank: record for rank, record in members.items() if name in record}
-                if _differ(having, name):
-                    return Divergence(step, name, members)
+    return _firsts(case).of_peers
+
+
+@dataclass(slots=True)
+class _Firsts:
+    by_fields: dict[tuple[str, ...], Divergence | None]
+    of_peers: Divergence | None = None
+
+
+def _firsts(case: Case) -> _Firsts:
+    """All of them, in one walk through the records: of thousands of ranks they are what a diagnosis costs."""
+    return case.once("firsts", lambda: _walk(case))
+
+
+def _walk(case: Case) -> _Firsts:
+    # One rank after the other, each record once: that is the order in which they lie in memory.
+    agreed: dict[int, tuple[Any, ...]] = {}
+    of_peers: dict[object, dict[int, tuple[Any, ...]]] = {}
+    unlike: set[int] = set()
+    peers_unlike: set[int] = set()
+    for rank in case.views:
+        for step, record in case.decisions(rank).items():
+            row = tuple(map(record.get, _AGREED))
+            if agreed.setdefault(step, row) != row:
+                unlike.add(step)
+            group = record.get("dp")
+            if isinstance(group, int):
+                row = tuple(map(record.get, PEERS_AGREE))
+                if of_peers.setdefault(group, {}).setdefault(step, row) != row:
+                    peers_unlike.add(step)
+    found = _Firsts({MUST_AGREE: None, FOLLOWS_AGREEMENT: None})
+    for fields in found.by_fields:
+        differing = (_differing_at(step, _at(case, step), fields) for step in sorted(unlike))
+        found.by_fields[fields] = next((one for one in differing if one is not None), None)
+    differing = (_peers_at(step, _at(case, step)) for step in sorted(peers_unlike))
+    found.of_peers = next((one for one in differing if one is not None), None)
+    return found
+
+
+def _at(case: Case, step: int) -> Records:
+    return {rank: found[step] for rank in case.views if step in (found := case.decisions(rank))}
+
+
+def _differing_at(step: int, at: Records, fields: tuple[str, ...]) -> Divergence | None:
+    for name in fields:
+        having = {rank: record for rank, record in at.items() if name in record or name in _ABSENT}
+        if _differ(having, name):
+            return Divergence(step, name, having)
+    return None
+
+
+def _peers_at(step: int, at: Records) -> Divergence | None:
+    groups: dict[int, dict[int, Mapping[str, Any]]] = {}
+    for rank, record in at.items():
+        if isinstance(group := record.get("dp"), int):
+            groups.setdefault(group, {})[rank] = record
+    for members in groups.values():
+        for name in PEERS_AGREE:
+            if _differ({rank: record for rank, record in members.items() if name in record}, name):
+                return Divergence(step, name, members)
     return None
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from harness.checkers import Facts, check, compare_tokens, differing, verdict
 from harness.diagnose import Diagnosis, Evidence, EvidenceSample, Missing, RankEvidence, Times, diagnose
 from harness.diagnosis_model import nothing_stopped
+from harness.garbage import uncollected
 from harness.ledger_snapshot import Snapshot
 from harness.seats import Seat
 from harness.stacks import ProcessStacks
@@ -47,6 +48,7 @@ class TrialContext:
     """The faults of its arm, as the ranks had them."""
 
 
+@uncollected()
 def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str, Any]:
     """Writes diagnosis.json (unless the trial was healthy), evidence/merged.json (when it was captured) and
     trial.json; returns the last. Raises StoreError when the disk refuses."""

@@ -143,7 +143,7 @@ def _parties(name: str, snapshots: Mapping[int, Snapshot]) -> list[dict[int, Gro
             first, second = head(known[0]), head(other)
             heads[max(first, second)] = min(first, second)
 
-    for members in _lists_of_members(states.values()):
+    for members in lists_of_members(states.values()):
         join(members)
     parties: dict[int, dict[int, GroupState]] = {}
     for rank, state in states.items():
@@ -154,7 +154,7 @@ def _parties(name: str, snapshots: Mapping[int, Snapshot]) -> list[dict[int, Gro
     return [parties[first] for first in sorted(parties)]
 
 
-def _lists_of_members(states: Iterable[GroupState]) -> set[tuple[int, ...]]:
+def lists_of_members(states: Iterable[GroupState]) -> set[tuple[int, ...]]:
     """The different ones: thousands of ranks list the same thousands of members."""
     by_identity = {id(state.ranks): state.ranks for state in states}
     return set(by_identity.values())
@@ -165,7 +165,7 @@ def _wait(name: str, states: dict[int, GroupState], snapshots: Mapping[int, Snap
     if not inside:
         return None
     sequence = max(state.completed + 1 for state in inside.values())
-    members = tuple(sorted(set(states).union(*_lists_of_members(states.values()))))
+    members = tuple(sorted(set(states).union(*lists_of_members(states.values()))))
     waiting = tuple(sorted(rank for rank, state in inside.items() if state.enqueued >= sequence))
     if not waiting:
         return None
