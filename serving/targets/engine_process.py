@@ -132,10 +132,13 @@ def end_marked(
 
 
 def _reap(ended: list[ProcessId], child: subprocess.Popen[bytes] | None) -> None:
-    """A subreaper inherits orphans, and their zombies with them."""
+    """A subreaper inherits orphans, and their zombies with them. ``child`` is left to its ``Popen``, which would
+    take a status that somebody else has read for 0."""
     if child is not None:
         child.poll()
     for process in ended:
+        if child is not None and process.pid == child.pid:
+            continue
         stat = process_control.find(process)
         if stat is not None and stat.gone and stat.parent == os.getpid():
             with suppress(ChildProcessError):
