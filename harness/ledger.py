@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -29,6 +30,7 @@ from harness.ledger_snapshot import (
     GroupState,
     Header,
     HostState,
+    HostWait,
     OpRecord,
     Snapshot,
     StreamState,
@@ -41,6 +43,7 @@ __all__ = [
     "GroupState",
     "Header",
     "HostState",
+    "HostWait",
     "LedgerError",
     "LedgerReader",
     "LedgerWriter",
@@ -58,6 +61,8 @@ _pack_enqueue = layout.ENQUEUE.pack
 _pack_collective = layout.COLLECTIVE.pack
 _pack_complete = layout.COMPLETE.pack
 _pack_time = layout.TIME.pack
+_pack_wait = layout.HOST_WAIT.pack
+_STREAM_NUMBERS = {name: number for number, name in enumerate(STREAMS)}
 _pack_log = layout.GROUP_LOG.pack
 _TEXTS_KEPT = 1024
 
@@ -91,6 +96,7 @@ class LedgerWriter:
     ) -> LedgerWriter:
         """Makes the file at its full size, allocated, and puts it at ``path`` in one step.
 
+        Call it on the host thread: the header says which one that is.
         Decisions are also appended to ``decisions_path`` when given. Raises LedgerError when there is no room
         or a directory is missing.
         """
@@ -122,6 +128,7 @@ class LedgerWriter:
         self._ring = ring
         self._phase_ring = ring(LAYOUT.host_phase)
         self._heartbeat_ring = ring(LAYOUT.host_heartbeat)
+        self._wait_ring = ring(LAYOUT.host_wait)
         self._decision_ring = ring(LAYOUT.decisions)
         self._enqueue_rings = {name: ring(LAYOUT.enqueue[name]) for name in STREAMS}
         self._complete_rings = {name: ring(LAYOUT.complete[name]) for name in STREAMS}
@@ -173,6 +180,11 @@ class LedgerWriter:
         """The host is alive. Host thread."""
         self._heartbeat_ring.write(_pack_time(_now_ns()))
         self._flush()
+
+    def host_waits(self, stream: str, sequence: int) -> None:
+        """The host is about to wait until operation ``sequence`` of ``stream`` is done; it enqueues nothing before.
+        The end needs no word: the completion is in the ledger. Host thread."""
+        self._wait_ring.write(_pack_wait(_now_ns(), sequence, _STREAM_NUMBERS[stream]))
 
     def decision(self, record: Mapping[str, object]) -> None:
         """Keeps ``record`` in the ring and appends it to the decisions file as one line of JSON. Host thread.
@@ -380,6 +392,7 @@ def _write_header(mapping: mmap.mmap, *, rank: int, world: int, node: str, devic
         pack_text(node, layout.NODE_BYTES),
         _boot_id(),
         pack_text(device, layout.NODE_BYTES),
+        threading.get_native_id(),
     )
     start = layout.PREFIX.pack(layout.MAGIC, layout.VERSION, crc32(payload), len(payload))
     mapping[: len(start) + len(payload)] = start + payload

@@ -16,7 +16,8 @@ offset  content
 12      crc32 u32 of the header
 16      length u32 of the header
 20      header: file size u64, rank i32, world i32, pid u32, start time u64 (field 22 of
-        ``/proc/PID/stat``, clock ticks), node text 64, boot id text 40, device text 64
+        ``/proc/PID/stat``, clock ticks), node text 64, boot id text 40, device text 64, host thread u32
+        (its number in ``/proc/PID/task``)
 4096    the sections, one after the other, in the order of the table below
 ======  ================================================================================================
 
@@ -50,6 +51,7 @@ group.enqueue G    64     host        last sequence u64, how many u32 (with bit 
                                       dtype text up to 16, up to 8 sizes i64
 group.log G        128    executing   kind u8 (0 start, 1 complete), first u64, last u64, time ns u64,
                                       highest started u64, all completed up to u64
+host.wait          4      host        time ns u64, sequence u64, stream u8 (its place in ``STREAMS``)
 =================  =====  ==========  ====================================================================
 
 A collective that nobody enqueues (a registration of the symmetric heap) has a group of its own, both of whose
@@ -66,7 +68,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MAGIC = b"HANGRIG\n"
-VERSION = 3
+VERSION = 4
 STREAMS = ("compute", "copy", "comm", "update")
 EXTERNAL_EVENTS = 128
 GROUPS = 32
@@ -83,7 +85,7 @@ PHASE_BYTES = 32
 NODE_BYTES = 64
 
 PREFIX = struct.Struct("<8sIII")
-HEADER = struct.Struct(f"<QiiIQ{NODE_BYTES + 1}p41p{NODE_BYTES + 1}p")
+HEADER = struct.Struct(f"<QiiIQ{NODE_BYTES + 1}p41p{NODE_BYTES + 1}pI")
 SECTIONS_AT = 4096
 
 SEQUENCE = struct.Struct("<Q")
@@ -104,6 +106,7 @@ ENTERED = 1 << 31
 """In the count of a collective: it was entered when it was enqueued, so no start follows."""
 COLLECTIVE = struct.Struct("<QIQ")
 """What the payloads with text of varying length begin with."""
+HOST_WAIT = struct.Struct("<QQB")
 GROUP_LOG = struct.Struct("<BQQQQQ")
 STARTED, COMPLETED = 0, 1
 
@@ -144,6 +147,7 @@ class Layout:
     register: tuple[Section, ...]
     collective: tuple[Section, ...]
     group_log: tuple[Section, ...]
+    host_wait: Section
     file_bytes: int
 
 
@@ -183,6 +187,7 @@ def _make_layout() -> Layout:
         register=many("group.register", GROUPS, 2, REGISTER.size),
         collective=many("group.enqueue", GROUPS, 64, COLLECTIVE.size + details_bytes),
         group_log=many("group.log", GROUPS, 128, GROUP_LOG.size),
+        host_wait=section("host.wait", 4, HOST_WAIT.size),
         file_bytes=position,
     )
 

@@ -24,6 +24,7 @@ from harness.ledger_snapshot import (
     GroupState,
     Header,
     HostState,
+    HostWait,
     OpRecord,
     Snapshot,
     StreamState,
@@ -121,7 +122,14 @@ class LedgerReader:
         if phase is None:
             return HostState("", 0, 0, heartbeat_ns)
         changes, since_ns, step, name = layout.unpack_phase(phase)
-        return HostState(name, step, since_ns, max(heartbeat_ns, since_ns), changes)
+        return HostState(name, step, since_ns, max(heartbeat_ns, since_ns), changes, self._wait())
+
+    def _wait(self) -> HostWait | None:
+        payload = self._records(LAYOUT.host_wait, 1).last()
+        if payload is None:
+            return None
+        since_ns, sequence, stream = layout.HOST_WAIT.unpack(payload)
+        return HostWait(STREAMS[stream], sequence, since_ns)
 
     def _stream(self, name: str) -> StreamState:
         # Completions first: then what was enqueued is never less than what was completed.
@@ -354,7 +362,9 @@ def _read_header(path: Path, descriptor: int) -> Header:
     payload = start[layout.PREFIX.size : layout.PREFIX.size + nbytes]
     if len(payload) != layout.HEADER.size or crc32(payload) != checksum:
         raise LedgerError(f"{path}: damaged: the header fails its checksum; take another copy of the file")
-    file_bytes, rank, world, pid, start_time_ticks, node, boot_id, device = layout.HEADER.unpack(payload)
+    file_bytes, rank, world, pid, start_time_ticks, node, boot_id, device, thread = layout.HEADER.unpack(
+        payload
+    )
     if file_bytes != LAYOUT.file_bytes or size_bytes != file_bytes:
         raise LedgerError(
             f"{path}: expected a ledger of {LAYOUT.file_bytes} bytes, it has {size_bytes}; "
@@ -369,4 +379,5 @@ def _read_header(path: Path, descriptor: int) -> Header:
         node=unpack_text(node),
         boot_id=unpack_text(boot_id),
         device=unpack_text(device),
+        thread=thread,
     )

@@ -79,19 +79,31 @@ class GroupState:
 
 
 @dataclass(frozen=True, slots=True)
+class HostWait:
+    """The host's newest synchronisation: it waits for operation ``sequence`` of ``stream``, unless that is done."""
+
+    stream: str
+    sequence: int
+    since_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class HostState:
-    """``phase_changes`` counts calls that changed the phase or the step."""
+    """``phase_changes`` counts calls that changed the phase or the step. ``wait``: the newest one that was
+    recorded, which may be over (`Snapshot.host_wait` tells); None where the engine records none."""
 
     phase: str
     step: int
     since_ns: int
     heartbeat_ns: int
     phase_changes: int = 0
+    wait: HostWait | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """``start_time_ticks`` (field 22 of ``/proc/PID/stat``), ``pid`` and ``boot_id`` name one process."""
+    """``start_time_ticks`` (field 22 of ``/proc/PID/stat``), ``pid`` and ``boot_id`` name one process; ``thread``
+    is its host thread by number, 0 where the writer did not tell."""
 
     version: int
     rank: int
@@ -101,6 +113,7 @@ class Header:
     node: str
     boot_id: str
     device: str
+    thread: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +130,14 @@ class Snapshot:
     decisions: tuple[dict[str, Any], ...]
     decisions_total: int = 0
     decisions_lost: int = 0
+
+    def host_wait(self) -> HostWait | None:
+        """The synchronisation in which the host is: it began in this phase, and what it waits for is not done."""
+        wait = self.host.wait
+        stream = None if wait is None else self.streams.get(wait.stream)
+        if wait is None or stream is None or wait.since_ns < self.host.since_ns:
+            return None
+        return wait if stream.completed < wait.sequence <= stream.enqueued else None
 
     def watermark(self) -> tuple[int, ...]:
         """All counters that only grow, without heartbeats and stamps: equal means that nothing moved."""
@@ -147,7 +168,7 @@ class Snapshot:
                 header=Header(**_only(Header, data["header"])),
                 taken_ns=data["taken_ns"],
                 boottime_ns=data["boottime_ns"],
-                host=HostState(**_only(HostState, data["host"])),
+                host=_host(data["host"]),
                 streams={name: _stream(state) for name, state in data["streams"].items()},
                 external=tuple(ExternalState(**_only(ExternalState, state)) for state in data["external"]),
                 groups={name: _group(state) for name, state in data["groups"].items()},
@@ -164,6 +185,13 @@ class Snapshot:
 
 def _only(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: data[name] for name in kind.__dataclass_fields__ if name in data}
+
+
+def _host(data: Mapping[str, Any]) -> HostState:
+    fields = _only(HostState, data)
+    wait = fields.get("wait")
+    fields["wait"] = None if wait is None else HostWait(**_only(HostWait, wait))
+    return HostState(**fields)
 
 
 def _operation(data: Mapping[str, Any]) -> OpRecord:

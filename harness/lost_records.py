@@ -140,11 +140,15 @@ def _doubt(snapshot: Snapshot, replay: OpRecord, event: ExternalState) -> str:
 def waits_behind_compute(snapshot: Snapshot) -> bool:
     """The host waits for what cannot come before the operation ends in which compute stands.
 
-    That is a result whose copy belongs to the step of that operation or a later one, or the end of all work.
+    That is a synchronisation of compute, a result whose copy belongs to the step of that operation or a later one,
+    or the end of all work.
     """
     compute, copy = snapshot.streams.get("compute"), snapshot.streams.get("copy")
     if compute is None or compute.oldest is None:
         return False
+    wait = snapshot.host_wait()
+    if wait is not None and wait.stream == "compute":
+        return True
     if snapshot.host.phase.startswith(DRAIN_PHASE):
         return True
     if not snapshot.host.phase.startswith(RESULT_PHASE) or copy is None or copy.oldest is None:

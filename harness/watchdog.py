@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from harness.blocked import blocked
 from harness.budgets import WatchdogSettings
 from harness.diagnosis_words import fold_texts
 from harness.held import host_is_held
@@ -222,6 +223,7 @@ class Watchdog:
                 return finding
         return (
             self._registration(found)
+            or self._blocked(found)
             or self._cycle(found)
             or self._side_streams(found)
             or self._lost_record(found)
@@ -300,6 +302,30 @@ class Watchdog:
                 return None
             facts.append(f"rank {link.rank} waits in {wait.group} {wait.sequence} for rank {following}")
         return _Finding("cycle", "proof", tuple(sorted(link.rank for link in links)), tuple(facts))
+
+    def _blocked(self, found: tuple[Wait, ...]) -> _Finding | None:
+        """Hosts inside synchronisations or collectives, behind streams that need each other's hosts."""
+        if not any(wait.missing or wait.late for wait in found):
+            return None
+        still = self._standing_still()
+        if not still:
+            return None
+        ended = [rank for rank, track in self._ranks().items() if track.done and self._stands(rank)]
+        stuck = blocked(still, found, ended=ended)
+        return None if stuck is None else _Finding("cycle", "proof", stuck.hosts, stuck.facts)
+
+    def _standing_still(self) -> dict[int, Snapshot]:
+        """Of ranks that owe something and have not moved for as long as a proof takes; those are out whose streams
+        nobody has looked at, or whose processes do not run."""
+        return {
+            rank: track.snapshot
+            for rank, track in sorted(self._ranks().items())
+            if track.snapshot is not None
+            and not track.excused
+            and track.still_s >= self._settings.proof_still_s
+            and track.state in ("running", "sleeping")
+            and not streams_unknown(track.snapshot)
+        }
 
     def _registration(self, found: tuple[Wait, ...]) -> _Finding | None:
         """Ranks register memory, and those that they wait for stand in a collective that needs the registering."""

@@ -15,6 +15,7 @@ from harness.ledger_snapshot import (
     GroupState,
     Header,
     HostState,
+    HostWait,
     OpRecord,
     Snapshot,
     StreamState,
@@ -120,6 +121,8 @@ class Rank:
     groups: dict[str, Group] = field(default_factory=dict)
     decisions: list[dict[str, Any]] = field(default_factory=list)
     stamp_age_s: float = 0.05
+    host_wait: tuple[str, int] | None = None
+    """Stream and operation for which the host was the last to wait."""
     frames: tuple[str, ...] = ("wait", "synchronize", "_finish", "step")
 
     def snapshot(self, now_s: float = 100.0) -> Snapshot:
@@ -129,7 +132,14 @@ class Rank:
             ),
             taken_ns=_ns(now_s),
             boottime_ns=_ns(now_s),
-            host=HostState(self.phase, self.step, _ns(now_s - 3), _ns(now_s), self.changes),
+            host=HostState(
+                self.phase,
+                self.step,
+                _ns(now_s - 3),
+                _ns(now_s),
+                self.changes,
+                None if self.host_wait is None else HostWait(*self.host_wait, _ns(now_s - 3)),
+            ),
             streams={
                 name: stream.state(now_s, now_s - self.stamp_age_s) for name, stream in self.streams.items()
             },

@@ -31,7 +31,7 @@ from harness.ledger_decisions import PENDING_LINES, DecisionFile, compact
 def test_header_names_the_process(tmp_path: Path) -> None:
     header = read(make(tmp_path)).header
     assert (header.version, header.rank, header.world, header.node, header.device) == (
-        3,
+        4,
         0,
         2,
         "node-a",
@@ -165,6 +165,30 @@ def test_host_phase_counts_changes_and_beats(tmp_path: Path) -> None:
     third = read(writer).host
     assert (third.phase, third.step, third.phase_changes) == ("decode", 2, first.phase_changes + 1)
     assert third.since_ns > first.since_ns
+
+
+def test_a_host_waits_until_the_operation_is_done_or_it_goes_on(tmp_path: Path) -> None:
+    writer = make(tmp_path)
+    assert read(writer).host.wait is None and read(writer).host_wait() is None
+    writer.phase("launch", 1)
+    for label in ("copy", "gemm"):
+        writer.enqueue("compute", label, "f.py:1")
+    writer.host_waits("compute", 2)
+    writer.complete("compute", 1)
+    wait = read(writer).host_wait()
+    assert wait is not None and (wait.stream, wait.sequence) == ("compute", 2)
+    assert Snapshot.from_json(json.dumps(read(writer).to_json())).host_wait() == wait
+    writer.complete("compute", 2)
+    assert read(writer).host_wait() is None
+    writer.enqueue("copy", "tokens", "f.py:2")
+    writer.host_waits("copy", 1)
+    assert read(writer).host_wait() is not None
+    writer.phase("process", 1)  # it gave up waiting
+    assert read(writer).host_wait() is None
+
+
+def test_the_header_names_the_host_thread(tmp_path: Path) -> None:
+    assert read(make(tmp_path)).header.thread == threading.get_native_id()
 
 
 # --- external events

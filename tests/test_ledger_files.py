@@ -33,7 +33,7 @@ def test_missing_short_foreign_and_other_version(tmp_path: Path) -> None:
         (good[:5000], r"expected a ledger of \d+ bytes, it has 5000; .* copy it again whole"),
         (good + b"x", r"expected a ledger of \d+ bytes"),
         (b'{"schema": 1}' * 1000, "not a ledger"),
-        (good[:8] + struct.pack("<I", 2) + good[12:], "expected ledger version 3, found 2; read it with"),
+        (good[:8] + struct.pack("<I", 2) + good[12:], "expected ledger version 4, found 2; read it with"),
         (good[:30] + b"\xff" + good[31:], "damaged: the header"),
     ):
         path.write_bytes(text)

@@ -221,8 +221,15 @@ def test_the_ledger_has_each_operation_with_its_site(tmp_path: Path) -> None:
         assert copy.oldest is not None and copy.oldest.label == "event.wait"
         assert (copy.enqueued, copy.completed) == (2, 0)
         assert any(reader.snapshot().streams["update"].stamp_ns for _ in range(100_000)), "nobody stamped"
+        waits = []
+        for wait_for in (event.synchronize, device.copy.synchronize):
+            with pytest.raises(DeviceTimeout):
+                wait_for(SHORT_S)
+            waits.append(reader.snapshot().host_wait())
+        assert [wait and (wait.stream, wait.sequence) for wait in waits] == [("compute", 2), ("copy", 2)]
         gate.open()
         device.copy.synchronize(LONG_S)
+        assert reader.snapshot().host_wait() is None
         after = reader.snapshot()
         assert (after.streams["compute"].completed, after.streams["copy"].completed) == (2, 2)
         assert [one.label for one in after.streams["copy"].recent] == ["event.wait", "tokens"]

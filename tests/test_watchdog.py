@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from ledger_builder import Group, Rank, Stream, lost, replaying
+from test_blocked import behind_experts, in_agreement
 
 from harness.seats import Seat
 from harness.stacks import Frame, ProcessStacks, ThreadStack
@@ -682,3 +683,42 @@ def test_settings_that_cannot_work_are_refused() -> None:
         WatchdogSettings(floor_s=40.0)
     with pytest.raises(ValueError, match="confirm_after_s"):
         WatchdogSettings(confirm_after_s=0.0)
+
+
+# Hosts inside synchronisations ------------------------------------------------------------------------------
+
+
+def pageable_skip(bench: Bench) -> None:
+    """Rank 1 left a collective out and is in the agreement; rank 0 copies pageably behind that collective."""
+    behind_experts(bench.ranks[0])
+    in_agreement(bench.ranks[1])
+
+
+def test_hosts_inside_synchronisations_that_wait_for_each_other_are_a_proof_without_any_budget() -> None:
+    bench = Bench()
+    pageable_skip(bench)
+    bench.run(PERIOD_S)
+    standings = bench.run(SETTINGS.proof_still_s + SETTINGS.confirm_after_s + 3 * PERIOD_S)
+    confirmed = standings[-1]
+    assert isinstance(confirmed, Confirmed)
+    assert (confirmed.road, confirmed.reason, confirmed.ranks) == ("proof", "cycle", (0, 1))
+
+
+def test_the_same_hosts_are_not_accused_while_a_kernel_runs_or_nobody_looks_at_the_streams() -> None:
+    bench = Bench()
+    pageable_skip(bench)
+    bench.ranks[0].streams["compute"].done = 0
+    assert not alarms(bench.run(5))
+    bench.ranks[0].streams["compute"].done = 1
+    bench.ranks[0].stamp_age_s = 5.0
+    assert not alarms(bench.run(5))
+
+
+def test_the_same_hosts_with_one_that_moves_are_not_accused() -> None:
+    bench = Bench()
+    pageable_skip(bench)
+
+    def heartbeat() -> None:
+        bench.ranks[1].changes += 1
+
+    assert not alarms(bench.run(5, heartbeat))

@@ -150,9 +150,11 @@ class Point:
     on the host looks at them.
     """
 
-    __slots__ = ("done", "signal", "transfers")
+    __slots__ = ("behind", "done", "signal", "transfers")
 
-    def __init__(self) -> None:
+    def __init__(self, behind: tuple[SimStream, int] | None = None) -> None:
+        self.behind = behind
+        """The stream, and the last operation before the point."""
         self.done = False
         self.signal = threading.Event()
         self.transfers: tuple[Point, ...] = ()
@@ -165,6 +167,9 @@ class Point:
         """Raises DeviceTimeout after ``timeout_s``, DeviceError if the device failed or was closed."""
         deadline_s = time.monotonic() + timeout_s
         life.check()
+        if self.behind is not None and not self.done:
+            stream, sequence = self.behind
+            stream.host_waits(sequence)
         try:
             came = life.block(self.signal, timeout_s)
             for transfer in self.transfers if came else ():
@@ -277,6 +282,8 @@ class SimStream(Worker):
         self._name = name
         self._ledger = ledger
         self._transfers: list[Point] = []
+        self._newest = 0
+        """The last operation that was enqueued, by its number in the ledger."""
         self.recorder: Callable[[Op, str, bool], None] | None = None
         """Set during a capture: takes operations instead of the queue."""
         self.around: Callable[[str, str], AbstractContextManager[None]] | None = None
@@ -296,7 +303,7 @@ class SimStream(Worker):
     def record(self, event: Event) -> None:
         self.refuse_in_capture("an event record")
         self._life.check()
-        point, ours = Point(), _ours(event)
+        point, ours = Point((self, self._newest)), _ours(event)
         self.post(lambda: self._record(point, ours.name), 0, "event.record")
         ours.point = point
 
@@ -311,7 +318,7 @@ class SimStream(Worker):
     def synchronize(self, timeout_s: float) -> None:
         self.refuse_in_capture("a synchronisation")
         self._life.check()
-        point = Point()
+        point = Point((self, self._newest))
         self.post(lambda: self._reach(point), 0, "synchronize")
         point.wait_on_host(self._life, timeout_s, f"stream {self._name}")
 
@@ -320,7 +327,13 @@ class SimStream(Worker):
         synchronisations are not counted: the operation before them tells the same."""
         self._life.check()
         sequence = 0 if self._ledger is None else self._ledger.enqueue(self._name, label, call_site())
+        self._newest = sequence
         self.post(op, sequence, label)
+
+    def host_waits(self, sequence: int) -> None:
+        """The host is about to wait for the operation of that number in the ledger."""
+        if self._ledger is not None and sequence:
+            self._ledger.host_waits(self._name, sequence)
 
     def carry(self, op: Op, label: str) -> None:
         if self.around is None:
