@@ -74,6 +74,8 @@ def run_tools(commands: Mapping[Key, Command], *, deadline_s: float) -> dict[Key
                     running.add(key)
             if time.monotonic() >= deadline_s:
                 break
+            if not running:
+                continue  # none of them could start: there is nothing to hear from
             for ended in _read(selector, deadline_s):
                 results[ended.key] = _finish(ended, deadline_s)
                 running.discard(ended.key)

@@ -58,7 +58,7 @@ class Rank:
 
 def run_rank(rank: int, world: int, ledger: str, steps: int, then: str) -> str:
     """``steps`` steps; then "return", "raise", "wait" for ever, "pause" for two seconds and return, or
-    "compute:3.0,2.5": for so many seconds each, with ``steps`` steps after each."""
+    "compute:A,B": until file A is there, ``steps`` steps, and the same with B."""
     writer = LedgerWriter.create(Path(ledger), rank=rank, world=world, node="here", device="sim")
     clock = Event()
     for step in range(1, steps + 1):
@@ -73,19 +73,19 @@ def run_rank(rank: int, world: int, ledger: str, steps: int, then: str) -> str:
         for step in range(steps + 1, 2 * steps + 1):
             writer.phase("step", step)
             clock.wait(STEP_S)
-    for bout, seconds in enumerate(then.partition(":")[2].split(",") if then.startswith("compute") else ()):
-        deeper(time.monotonic() + float(seconds))
+    for bout, end in enumerate(then.partition(":")[2].split(",") if then.startswith("compute") else ()):
+        deeper(Path(end))
         for step in range((bout + 1) * steps + 1, (bout + 2) * steps + 1):
             writer.phase("step", step)
             clock.wait(STEP_S)
     return f"rank {rank} made {steps} steps"
 
 
-def deeper(end_s: float) -> None:
+def deeper(end: Path) -> None:
     """Its stack is another one at every look, so it computes; its ledger says nothing."""
     Event().wait(0.05)
-    if time.monotonic() < end_s:
-        deeper(end_s)
+    if not end.exists():
+        deeper(end)
 
 
 def stuck_here() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,11 @@ if TYPE_CHECKING:
     from local_ranks import LocalRanks
 
     from harness.pytest_plugin import HangOutcome, HangTrial
+
+
+# Before anything imports torch, and for what tests start. The models here are tiny: a second thread only makes the
+# first one wait at a barrier, and where others want the processor too it waits long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

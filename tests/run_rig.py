@@ -41,6 +41,7 @@ END_S = 90.0
 """For a run to end once nothing holds it up any more."""
 GONE_S = 30.0
 """For agent, ranks and cluster to be gone after the driver."""
+_POLL_S = 0.05
 
 # Short silences are suspicious, so that tests are quick; long enough for a machine on which others work.
 QUICK = ("watchdog.ceiling_s=6", "watchdog.startup_s=10", "watchdog.capture_s=15")
@@ -80,7 +81,7 @@ def until(found: Callable[[], T | None], what: str, deadline_s: float = COME_S) 
     while not (answer := found()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} did not come within {deadline_s:g} s")
-        pause.wait(0.02)
+        pause.wait(_POLL_S)
     return answer
 
 
@@ -105,6 +106,8 @@ class Command:
     cluster_folder: Path | None = None
     ranks: set[ProcessId] = field(default_factory=set)
     """All that ever stood in a ledger of a trial."""
+    _known: set[Path] = field(default_factory=set)
+    """Trials of which all ranks are known: no ledger is read for nothing beside ranks that want the processor."""
 
     @classmethod
     def start(cls, folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Command:
@@ -236,8 +239,12 @@ class Command:
                 if config is not None and config.cluster is not None:
                     self.cluster, self.cluster_folder = config.cluster.mark, config.cluster.folder
         for trial in (self.folder / "runs").glob("*/trials/*"):
-            for one in snapshots(trial).values():
-                self.ranks.add(ProcessId(one.header.pid, one.header.start_time_ticks))
+            if trial in self._known:
+                continue
+            found = [one.header for one in snapshots(trial).values()]
+            self.ranks |= {ProcessId(header.pid, header.start_time_ticks) for header in found}
+            if found and len(found) == found[0].world:
+                self._known.add(trial)
 
     def left(self) -> list[ProcessId]:
         """Living processes: by the test's mark, by the cluster's, and the ranks by number and start time."""

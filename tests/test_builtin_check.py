@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
+from typer.testing import CliRunner, Result
 
+from harness.cli import app
 from serving.model_config import preset
 from serving.targets import builtin_check
 from serving.weights import random_weights
 
-ROOT = Path(__file__).resolve().parents[1]
-COMMAND_S = 120
 
-
-def run(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, *settings: str) -> Result:
     """`hangrig run dp-idle-burst` with these settings; nothing may be left in the directory of runs."""
-    command = [sys.executable, "-m", "harness.cli", "run", "dp-idle-burst", "--out", str(tmp_path / "runs")]
+    command = ["run", "dp-idle-burst", "--out", str(tmp_path / "runs")]
     for setting in settings:
         command += ["--set", setting]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    done = CliRunner().invoke(app, command)
     assert not (tmp_path / "runs").exists()
     return done
 
@@ -42,7 +39,7 @@ def directory(tmp_path: Path) -> Path:
 def test_a_directory_without_its_tensors_is_named(tmp_path: Path, directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     done = run(tmp_path, f"model.directory={directory}")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert str(directory) in done.stderr and "model.safetensors" in done.stderr
 
 
@@ -51,26 +48,26 @@ def test_a_tensor_of_the_wrong_shape_is_named(tmp_path: Path, directory: Path) -
     weights["model.norm.weight"] = weights["model.norm.weight"][:-1].contiguous()
     save_file(weights, directory / "model.safetensors")
     done = run(tmp_path, f"model.directory={directory}")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "model.norm.weight" in done.stderr and "63" in done.stderr and "64" in done.stderr
 
 
 def test_another_architecture_is_named(tmp_path: Path, directory: Path) -> None:
     (directory / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     done = run(tmp_path, f"model.directory={directory}")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "llama" in done.stderr.lower() and "deepseek" in done.stderr.lower()
 
 
 def test_heads_that_the_ranks_of_an_attention_group_cannot_share_are_named(tmp_path: Path) -> None:
     done = run(tmp_path, "target.ranks=3", "target.dp=1")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "target.dp=1: 3 ranks of an attention group cannot share the model's 4 heads" in done.stderr
 
 
 def test_a_grammar_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path) -> None:
     done = run(tmp_path, "workload.grammar=verse")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "dp-idle-burst: workload: there is no grammar 'verse'; allowed: digits, list" in done.stderr
 
 
@@ -85,5 +82,5 @@ def test_a_model_that_this_machine_cannot_hold_is_refused(monkeypatch: pytest.Mo
 
 def test_requests_that_the_model_cannot_hold_are_named(tmp_path: Path) -> None:
     done = run(tmp_path, "workload.long_prompt_tokens=9000", "engine.kv_tokens=20000")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert "max_position_embeddings 8192" in done.stderr
