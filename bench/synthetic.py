@@ -26,12 +26,13 @@ from harness.ledger_snapshot import (
 from harness.stacks import Frame, ProcessStacks, ThreadStack
 from harness.standing import RankView, Sample
 
-Case: TypeAlias = Literal["skipped", "mismatch", "divergence", "order", "stuck", "healthy"]
-CASES: tuple[Case, ...] = ("skipped", "mismatch", "divergence", "order", "stuck", "healthy")
+Case: TypeAlias = Literal["skipped", "mismatch", "divergence", "order", "stuck", "healthy", "stacks"]
+CASES: tuple[Case, ...] = ("skipped", "mismatch", "divergence", "order", "stuck", "healthy", "stacks")
 """``skipped``: one rank left out a collective of all ranks and is a step further. ``mismatch``: it brought another
 size. ``divergence``: a mismatch whose cause is a decision of that rank 1,000 steps before. ``order``: each half of
 the ranks waits in a collective of all ranks for the other half. ``stuck``: all are inside, and it does not end.
-``healthy``: all move."""
+``healthy``: all move. ``stacks``: no ledgers and no decisions; all are in a collective by their stacks, but for one
+that waits for a lock."""
 
 ATTENTION = 8
 STEP = 5000
@@ -48,6 +49,13 @@ _OPERATIONS = {
 }
 _ROUND = ("all_gather", "reduce_scatter")
 _HOST = ("wait", "synchronize", "_finish", "_pass", "step", "run", "_run", "run_trial", "_main", "main")
+_THREADING = "/usr/lib/python3.11/threading.py"
+_TORCH = "/usr/lib/python3.11/site-packages/torch/distributed"
+_REDUCING = (("all_reduce", f"{_TORCH}/distributed_c10d.py"), ("wrapper", f"{_TORCH}/c10d_logger.py"))
+_LOCKED = (("wait", _THREADING), ("get_block", "/srv/engine/memory/pool.py"))
+_SERVING = tuple(
+    (name, f"/srv/engine/model/{name}.py") for name in ("gather", "forward", "step", "loop", "main")
+)
 _STREAM = ("wait", "block", "_main", "run", "_bootstrap_inner", "_bootstrap")
 
 
@@ -98,8 +106,10 @@ def evidence(case: Case, world: int, detail: Detail = FULL) -> Evidence:
         moved = index if case == "healthy" else 0
         ranks = {
             rank: RankEvidence(
-                snapshot=_snapshot(rank, _standing(case, rank, world, moved), everyone, detail),
-                stacks=_stacks(rank),
+                snapshot=None
+                if case == "stacks"
+                else _snapshot(rank, _standing(case, rank, world, moved), everyone, detail),
+                stacks=_stacks(rank) if case != "stacks" else _engine_stacks(rank, world),
                 state="S",
                 pid=1000 + rank,
                 node=f"node{rank // ATTENTION}",
@@ -113,7 +123,9 @@ def evidence(case: Case, world: int, detail: Detail = FULL) -> Evidence:
         samples=tuple(samples),
         times=Times(98.0, 99.5, 100.0, 101.0),
         reason="stalled",
-        decisions={rank: _decision_file(case, rank, world, detail) for rank in everyone},
+        decisions={}
+        if case == "stacks"
+        else {rank: _decision_file(case, rank, world, detail) for rank in everyone},
     )
 
 
@@ -254,4 +266,16 @@ def _stacks(rank: int) -> ProcessStacks:
         return ThreadStack(rank, name, active=False, owns_gil=False, frames=frames)
 
     threads = (thread("hangrig-host", _HOST), *(thread(f"hangrig-{name}", _STREAM) for name in _OPERATIONS))
+    return ProcessStacks(1000 + rank, rank, "py-spy", False, threads)
+
+
+def _engine_stacks(rank: int, world: int) -> ProcessStacks:
+    """Of an engine that is not ours, whose stacks are all there is."""
+    inner = _LOCKED if rank == culprit(world) else _REDUCING
+    frames = tuple(Frame(name, file, 100 + len(name)) for name, file in (*inner, *_SERVING))
+    waiting = (Frame("wait", _THREADING, 324), Frame("_recv_loop", "/srv/engine/io/channel.py", 61))
+    threads = (
+        ThreadStack(rank, "MainThread", active=False, owns_gil=False, frames=frames),
+        *(ThreadStack(rank, f"io-{n}", active=False, owns_gil=False, frames=waiting) for n in range(4)),
+    )
     return ProcessStacks(1000 + rank, rank, "py-spy", False, threads)

@@ -107,7 +107,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         or _raised_alone(case)
         or _undecided(case)
     )
-    recorded = {rank: tuple(case.decisions(rank).values()) for rank in case.views}
+    tables = {id(table): tuple(table.values()) for rank in case.views if (table := case.decisions(rank))}
+    recorded = {rank: tables.get(id(case.decisions(rank)), ()) for rank in case.views}
     if any(view.exception is not None for view in case.views.values()):
         cause = after_wrong_copies(cause, recorded)
     told = set(cause.facts)

@@ -8,7 +8,7 @@ Nothing is concluded here beyond one rank's own condition: that it moved, stands
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -216,6 +216,8 @@ class Case:
     _decisions: dict[int, dict[int, Mapping[str, Any]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _first: dict[object, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By attention group, whose decisions were read first."""
     _known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -275,16 +277,27 @@ class Case:
 
     def decisions(self, rank: int) -> dict[int, Mapping[str, Any]]:
         """Decision records by step: the file's where there is one, and the ring's. What came later of a step adds
-        to it."""
+        to it. Ranks of one attention group that wrote the same share one table: what is the same object need not be
+        looked at again, and of thousands of ranks that is most."""
         if rank in self._decisions:
             return self._decisions[rank]
+        written = self._written(rank)
+        group = next((record["dp"] for part in written for record in part[:1] if "dp" in record), None)
+        first = self._first.setdefault(group if isinstance(group, int) else None, rank)
+        if first != rank and self._written(first) == written:
+            found = self._decisions[rank] = self._decisions[first]
+            return found
         found = self._decisions[rank] = {}
-        snapshot = self.views[rank].snapshot
-        for record in (*self.evidence.decisions.get(rank, ()), *(snapshot.decisions if snapshot else ())):
+        for record in (*written[0], *written[1]):
             step = record.get("step")
             if isinstance(step, int):
                 found[step] = {**found[step], **record} if step in found else record
         return found
+
+    def _written(self, rank: int) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+        """The records of its file, and of its ring."""
+        snapshot = self.views[rank].snapshot
+        return self.evidence.decisions.get(rank, ()), snapshot.decisions if snapshot is not None else ()
 
     def decisions_path(self, rank: int) -> str:
         from_file = rank in self.evidence.decisions

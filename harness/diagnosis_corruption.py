@@ -105,8 +105,12 @@ def copy_facts(decisions: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Fac
 
 def _recorded(decisions: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[_Wrong]:
     found = []
+    copies_of: dict[int, list[Mapping[str, Any]]] = {}
+    """By identity of the records: thousands of ranks may share them."""
     for rank, records in sorted(decisions.items()):
-        copies = [copy for record in records for copy in record.get("copies", ())]
+        if id(records) not in copies_of:
+            copies_of[id(records)] = [copy for record in records for copy in record.get("copies", ())]
+        copies = copies_of[id(records)]
         if copies:
             found.append(_Wrong(rank, tuple(sorted(copies, key=lambda copy: int(copy["step"])))))
     return found

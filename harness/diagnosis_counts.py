@@ -12,7 +12,7 @@ how many collectives the last recorded one had. Not here: sizes and operations (
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -138,12 +138,16 @@ _Column: TypeAlias = Mapping[int, int]
 def _told(case: Case) -> dict[int, _Table]:
     """By rank. Ranks that tell the same share one table: thousands do."""
     tables: dict[int, _Table] = {}
+    known: dict[int, _Table] = {}
     one: _Table = {}
     for rank in case.views:
-        said = ((step, record.get("collectives")) for step, record in case.decisions(rank).items())
-        table = {step: counts for step, counts in said if isinstance(counts, dict)}
-        one = one or table
-        tables[rank] = one if table == one else table
+        records = case.decisions(rank)
+        if id(records) not in known:
+            said = ((step, record.get("collectives")) for step, record in records.items())
+            table = {step: counts for step, counts in said if isinstance(counts, dict)}
+            one = one or table
+            known[id(records)] = one if table == one else table
+        tables[rank] = known[id(records)]
     return tables
 
 
@@ -172,12 +176,11 @@ def _uneven_in(case: Case, name: str, tables: Mapping[int, _Table]) -> Uneven | 
     counted = _columns(name, tables)
     different = tuple({id(column): column for column in counted.values()}.values())
     common = sorted(set(different[0]).intersection(*different[1:]))
-    alike = [step for step in common if len({column[step] for column in different}) == 1]
-    if len(alike) < _ALIKE_BEFORE:
-        return None
-    first = next((step for step in common if step > alike[0] and step not in alike), None)
-    before = [step for step in common if first is None or step < first]
-    if len(before) < _ALIKE_BEFORE or any(step not in alike for step in before):
+    first = None
+    if len(different) > 1:
+        first = next((step for step in common if len({column[step] for column in different}) > 1), None)
+    before = common if first is None else common[: common.index(first)]
+    if len(before) < _ALIKE_BEFORE:
         return None
     since = before[-1]
     whatever = name in AGREEMENT_GROUPS
@@ -189,7 +192,11 @@ def _uneven_in(case: Case, name: str, tables: Mapping[int, _Table]) -> Uneven | 
         did = {rank: found[first] - found[since] for rank, found in counted.items()}
         usual = history.usual(records[min(records)][since], first - since)
         return Uneven(name, since, first, did, usual, _odd(did, usual))
-    spans = {rank: _after(case, name, rank, counted[rank], found, since) for rank, found in records.items()}
+    later = {id(column): sorted(step for step in column if step >= since) for column in different}
+    spans = {
+        rank: _after(case, name, rank, column, records[rank], later[id(column)])
+        for rank, column in counted.items()
+    }
     odd = {
         rank: span
         for rank, own in spans.items()
@@ -279,11 +286,11 @@ def _after(
     rank: int,
     counts: Mapping[int, int],
     records: Mapping[int, Mapping[str, Any]],
-    since: int,
+    steps: Sequence[int],
 ) -> list[_Span]:
-    """What the rank's own records, and then its ledger, say of the steps that not all ranks have a record of. The
-    control plane is entered before the record of its step, so of it the ledger says nothing more."""
-    steps = sorted(step for step in counts if step >= since)
+    """What the rank's own records, and then its ledger, say of the steps that not all ranks have a record of: of
+    ``steps``, the last one of which all have. The control plane is entered before the record of its step, so of it
+    the ledger says nothing more."""
     spans = [_Span(a, b - a, counts[b] - counts[a], records[a]) for a, b in pairwise(steps)]
     view, last = case.views[rank], steps[-1]
     state = view.snapshot.groups.get(name) if view.snapshot is not None else None

@@ -63,20 +63,21 @@ def _firsts(case: Case) -> _Firsts:
 
 
 def _walk(case: Case) -> _Firsts:
-    # One rank after the other, each record once: that is the order in which they lie in memory.
+    # One table after the other, each record once: that is the order in which they lie in memory.
     agreed: dict[int, tuple[Any, ...]] = {}
-    of_peers: dict[object, dict[int, tuple[Any, ...]]] = {}
+    of_peers: dict[tuple[int, int], tuple[Any, ...]] = {}
     unlike: set[int] = set()
     peers_unlike: set[int] = set()
-    for rank in case.views:
-        for step, record in case.decisions(rank).items():
+    tables = {id(table): table for rank in case.views if (table := case.decisions(rank))}
+    for table in tables.values():
+        for step, record in table.items():
             row = tuple(map(record.get, _AGREED))
             if agreed.setdefault(step, row) != row:
                 unlike.add(step)
             group = record.get("dp")
             if isinstance(group, int):
                 row = tuple(map(record.get, PEERS_AGREE))
-                if of_peers.setdefault(group, {}).setdefault(step, row) != row:
+                if of_peers.setdefault((group, step), row) != row:
                     peers_unlike.add(step)
     found = _Firsts({MUST_AGREE: None, FOLLOWS_AGREEMENT: None})
     for fields in found.by_fields:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from harness.diagnosis_model import Cause, Collective, Confidence, Fact
@@ -30,7 +31,7 @@ _NEAREST = ("rank", "engine_core", "controller", "coordinator", "detokenizer", "
 """Of several that are held up, whom the others wait for first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what a process does is worked out once
 class SeatStacks:
     """One process over two samples. ``before`` and ``after`` are plain stacks, ``native`` those of the second.
     ``kernel``: the system call of its host thread in the second. ``busy_share``: of one core, by the host thread;
@@ -63,7 +64,7 @@ class SeatStacks:
     def is_rank(self) -> bool:
         return self.role == "rank"
 
-    @property
+    @cached_property
     def doing(self) -> Doing:
         """By the plain stacks; by the native ones where those cannot tell."""
         if self.after is None:
@@ -119,29 +120,33 @@ class SeatStacks:
         return Fact(f"{self.name} (pid {self.pid}): {found.words()}{how}{used}", self.stacks_path)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: several rules ask for the same of thousands of processes
 class _Scene:
     seats: tuple[SeatStacks, ...]
 
-    @property
+    @cached_property
     def alive(self) -> tuple[SeatStacks, ...]:
         return tuple(seat for seat in self.seats if seat.condition == "alive")
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[SeatStacks, ...]:
         return tuple(seat for seat in self.alive if seat.is_rank)
 
-    @property
+    @cached_property
     def in_collective(self) -> tuple[SeatStacks, ...]:
         return tuple(rank for rank in self.ranks if rank.doing.kind == "collective" and not rank.moves)
 
-    @property
+    @cached_property
     def elsewhere(self) -> tuple[SeatStacks, ...]:
-        return tuple(rank for rank in self.ranks if rank not in self.in_collective)
+        inside = {rank.seat for rank in self.in_collective}
+        return tuple(rank for rank in self.ranks if rank.seat not in inside)
 
     def explained(self, but: Sequence[SeatStacks]) -> bool:
         """Every other process that takes part in steps is seen, and waits."""
-        others = [seat for seat in self.seats if seat not in but and seat.role in ("rank", "engine_core")]
+        left_out = {seat.seat for seat in but}
+        others = [
+            one for one in self.seats if one.seat not in left_out and one.role in ("rank", "engine_core")
+        ]
         return all(seat.condition == "alive" and seat.doing.kind in (*WAITING, "idle") for seat in others)
 
     def collective(self, operation: str = "") -> Collective | None:
@@ -149,7 +154,8 @@ class _Scene:
         waiting = self.in_collective
         if not waiting:
             return None
-        missing = [rank for rank in self.seats if rank.is_rank and rank not in waiting]
+        inside = {rank.seat for rank in waiting}
+        missing = [rank for rank in self.seats if rank.is_rank and rank.seat not in inside]
         return Collective(
             group="",
             sequence=0,
@@ -160,7 +166,8 @@ class _Scene:
 
     def facts(self, first: Sequence[SeatStacks] = ()) -> tuple[Fact, ...]:
         """Of those, then of everybody."""
-        ordered = [*first, *(seat for seat in self.seats if seat not in first)]
+        told = {seat.seat for seat in first}
+        ordered = [*first, *(seat for seat in self.seats if seat.seat not in told)]
         return tuple(seat.fact() for seat in ordered if seat.condition in ("alive", "stopped"))
 
 

@@ -200,7 +200,7 @@ def _with_decisions(history: dict[str, Any], stored: StoredTrial) -> dict[str, A
     """Of a trial that brought no result home: steps and retractions as the ranks' decision files have them."""
     if history.get("finished"):
         return history
-    files = [stored.decisions(rank)[0] for rank in stored.decision_ranks()]
+    files = [*stored.all_decisions().values()]
     retracted = sum(len(record.get("retracted", ())) for file in _one_a_group(files) for record in file)
     steps = max((record.get("step", 0) for file in files for record in file), default=0)
     return {**history, "steps": steps, "retractions": retracted}
@@ -316,7 +316,7 @@ def evidence_of(stored: StoredTrial, history: Document, context: TrialContext) -
         reason=str(manifest.get("reason") or history.get("reason") or ""),
         exceptions=failed,
         deaths={_seat(entry["seat"]): float(entry["at_s"]) for entry in said.get("deaths", [])},
-        decisions={rank: stored.decisions(rank)[0] for rank in stored.decision_ranks()},
+        decisions=stored.all_decisions(),
         device_is_simulation=context.simulation,
         went_on=tuple(manifest.get("ranks", ())) if finished else None,
     )

@@ -14,6 +14,8 @@ from itertools import pairwise
 
 from harness.stacks import Frame, ProcessStacks
 
+_ROOM = "harness/"
+"""In the names of all files of the machinery."""
 _MACHINERY = re.compile(r"(?:^|/)harness/(?:fault\w*|jitter)[.]py$")
 _ARMED = re.compile(r"(?:^|/)harness/fault_model[.]py$")
 
@@ -25,6 +27,10 @@ def is_machinery(filename: str) -> bool:
 
 def without_machinery(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """``frames``, innermost first, without those of the machinery and of the file of the fault that it called."""
+    if not any(
+        _ROOM in frame.filename for frame in frames
+    ):  # most stacks: it is asked of each of thousands of ranks
+        return tuple(frames)
     brought = {
         inner.filename
         for inner, outer in _calls(frames)
@@ -37,7 +43,10 @@ def engine_stacks(stacks: ProcessStacks | None) -> ProcessStacks | None:
     """Stacks as a real engine would show them."""
     if stacks is None:
         return None
-    threads = tuple(replace(thread, frames=without_machinery(thread.frames)) for thread in stacks.threads)
+    frames = [without_machinery(thread.frames) for thread in stacks.threads]
+    if all(len(kept) == len(thread.frames) for kept, thread in zip(frames, stacks.threads, strict=True)):
+        return stacks
+    threads = tuple(replace(thread, frames=kept) for kept, thread in zip(frames, stacks.threads, strict=True))
     return replace(stacks, threads=threads)
 
 

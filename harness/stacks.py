@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from harness.seats import Seat
@@ -69,6 +70,8 @@ _NATIVE_NAMESPACES = (
 )
 _NATIVE_FILE = re.compile(r"\.so(?:\.[\d.]+)?$|\.(?:c|cc|cpp|cxx|h|hpp)$|^\[|^$")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+$")
+_PLACES_KEPT = 4096
+"""What is known of so many places is not worked out again: thousands of ranks stand in a few dozen."""
 _LIBRARY_ROOT = re.compile(r"^(?:.*/)?(?:site-packages|dist-packages|lib/python3\.\d+)/")
 
 
@@ -86,7 +89,7 @@ class Frame:
 
     @property
     def native(self) -> bool:
-        return _NATIVE_FILE.search(self.filename) is not None
+        return _is_native(self.filename)
 
     def short_file(self) -> str:
         """The file without the directories above its package; of other paths the last three parts."""
@@ -191,12 +194,22 @@ def host_first(threads: Any) -> tuple[ThreadStack, ...]:
 
 def is_wait(frame: Frame) -> bool:
     """The function is known to wait: for a lock, an event, a socket, a stream, or other ranks."""
-    if frame.native:
-        return frame.name.startswith(_NATIVE_NAMESPACES) or _NATIVE_WAITS.match(frame.name) is not None
-    name = frame.name.rsplit(".", 1)[-1]
-    return _WAIT_NAMES.match(name) is not None or any(
-        frame.filename.endswith(file) and name in names for file, names in _WAITS_BY_FILE
+    return _is_wait(frame.name, frame.filename)
+
+
+@lru_cache(_PLACES_KEPT)
+def _is_wait(name: str, filename: str) -> bool:
+    if _is_native(filename):
+        return name.startswith(_NATIVE_NAMESPACES) or _NATIVE_WAITS.match(name) is not None
+    last = name.rsplit(".", 1)[-1]
+    return _WAIT_NAMES.match(last) is not None or any(
+        filename.endswith(file) and last in names for file, names in _WAITS_BY_FILE
     )
+
+
+@lru_cache(_PLACES_KEPT)
+def _is_native(filename: str) -> bool:
+    return _NATIVE_FILE.search(filename) is not None
 
 
 def wait_frames(stack: ThreadStack) -> tuple[Frame, ...]:

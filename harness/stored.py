@@ -71,6 +71,10 @@ class StoredTrial:
         """
         return _read_lines(self._decision_files().get(rank, self.path / "decisions" / f"rank{rank}.jsonl"))
 
+    def all_decisions(self) -> dict[int, tuple[Document, ...]]:
+        """Of every rank that has a file, by rank; the folders are listed once, however many there are."""
+        return {rank: _read_lines(path)[0] for rank, path in sorted(self._decision_files().items())}
+
     def _decision_files(self) -> dict[int, Path]:
         folders = (self.path / "evidence" / "decisions", self.path / "decisions")
         found = {seat: path for folder in folders for seat, path in _seats_in(folder, ".jsonl").items()}

@@ -26,8 +26,7 @@ def explained(
     """``places``: by wrong request, the position in its output of the first difference."""
     served = _served(stored.path)
     wrong = [_differing(request, place, served.get(request, {})) for request, place in places.items()]
-    decisions = {rank: stored.decisions(rank)[0] for rank in stored.decision_ranks()}
-    cause = corruption(decisions, wrong, {rank for ranks in served.values() for rank in ranks})
+    cause = corruption(stored.all_decisions(), wrong, {rank for ranks in served.values() for rank in ranks})
     known = {entry["rank"]: entry for entry in history.get("ranks", [])}
     missing = () if cause.stream is not None else (_UNSEEN,)
     return replace(

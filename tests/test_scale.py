@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from bench import synthetic
-from harness.diagnose import Diagnosis, diagnose
+from harness import diagnosis_stacks
+from harness.diagnose import Diagnosis, Evidence, diagnose
+from harness.diagnosis_case import Case
+from harness.stack_places import Doing
+from harness.stacks import ProcessStacks
 from harness.standing import Confirmed, Healthy
 from harness.waits import Wait, cycle_in, lacking
 from harness.watchdog import Watchdog, WatchdogSettings
@@ -25,6 +30,7 @@ VERDICTS = {
     "order": ("hang", "collective-order"),
     "stuck": ("hang", "unknown"),
     "healthy": ("none", "unknown"),
+    "stacks": ("hang", "host-blocked"),
 }
 
 
@@ -103,3 +109,61 @@ def test_work_on_groups_grows_with_their_members_and_not_with_pairs() -> None:
     few, many = steps_of(256), steps_of(4096)
     assert few > 0
     assert many <= 16 * few
+
+
+def test_what_a_process_does_is_read_from_its_stacks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = diagnosis_stacks.doing
+    asked: list[int] = []
+
+    def counted(stacks: ProcessStacks, *earlier: ProcessStacks | None, kernel: str | None = None) -> Doing:
+        asked.append(stacks.pid)
+        return read(stacks, *earlier, kernel=kernel)
+
+    monkeypatch.setattr(diagnosis_stacks, "doing", counted)
+    found = diagnose(synthetic.evidence("stacks", 64, synthetic.SPARSE))
+    assert blamed(found) == [synthetic.culprit(64)]
+    assert sorted(asked) == [1000 + rank for rank in range(64)]
+
+
+def tables_of(evidence: Evidence) -> list[int]:
+    """By rank, which table of decisions it has: as many numbers as there are tables."""
+    case = Case.of(evidence)
+    return [id(case.decisions(rank)) for rank in range(evidence.world)]
+
+
+def test_ranks_that_wrote_the_same_share_one_table() -> None:
+    tables = tables_of(synthetic.evidence("skipped", 64, synthetic.SPARSE))
+    assert len(set(tables)) == 64 // synthetic.ATTENTION
+    assert all(tables[rank] == tables[rank // 8 * 8] for rank in range(64))
+
+
+def test_a_rank_that_wrote_otherwise_has_a_table_of_its_own() -> None:
+    tables = tables_of(synthetic.evidence("divergence", 64, synthetic.SPARSE))
+    odd = synthetic.culprit(64)
+    assert tables.count(tables[odd]) == 1
+    assert len(set(tables)) == 64 // synthetic.ATTENTION + 1
+
+
+class Steps(dict[str, object]):
+    """A record that counts how often it is asked for a field."""
+
+    asked = 0
+
+    def get(self, key: str, default: object = None) -> object:
+        Steps.asked += 1
+        return super().get(key, default)
+
+
+def fields_asked(world: int) -> int:
+    """Of all records, by a whole diagnosis."""
+    evidence = synthetic.evidence("skipped", world, synthetic.SPARSE)
+    decisions = {rank: tuple(map(Steps, records)) for rank, records in evidence.decisions.items()}
+    Steps.asked = 0
+    assert blamed(diagnose(replace(evidence, decisions=decisions))) == [synthetic.culprit(world)]
+    return Steps.asked
+
+
+def test_how_often_records_are_looked_into_grows_with_the_ranks() -> None:
+    few, many = fields_asked(64), fields_asked(256)
+    assert few > 0
+    assert many <= 4 * few

@@ -104,6 +104,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert found.latency == {"step": [10.5, 11.0]} and found.tokens == {"r0": [4, 5]}
     assert found.decision_ranks() == (0,)
     assert found.decisions(0) == (({"step": 1}, {"step": 2}), ())
+    assert found.all_decisions() == {0: ({"step": 1}, {"step": 2})}
     events, problems = found.events()
     assert problems == () and [event["kind"] for event in events] == ["launched"]
 
