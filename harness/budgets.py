@@ -48,6 +48,12 @@ class WatchdogSettings:
     """How long ranks must have stood still before their ledgers, read one after the other, prove a wait."""
     confirm_after_s: float = 0.5
     """A suspicion is confirmed by a sample at least this much later."""
+    idle_s: float = 3.0
+    """Budget of a rank that all others wait for while it does nothing that can be seen: its host sleeps, its
+    streams have no work left, and it and its children get no more than ``idle_share`` of a processor. No such
+    budget is below the floor. In patient phases there is none."""
+    idle_share: float = 0.05
+    """Of one processor: what a process gets that only waits (threads that look after streams, heartbeats)."""
     starved_multiple: float = 5.0
     """A gap between two samples counts for at most this many periods: beyond it the agent itself was starved,
     or the machine was suspended, and what ranks did meanwhile is not known."""
@@ -64,6 +70,8 @@ class WatchdogSettings:
                 f"watchdog: 0 < sample_period_s ({self.sample_period_s}) <= floor_s ({self.floor_s}) <= "
                 f"ceiling_s ({self.ceiling_s}) does not hold"
             )
+        if self.idle_s <= 0.0 or not 0.0 < self.idle_share < 1.0:
+            raise ValueError("watchdog: idle_s must be above 0, and idle_share between 0 and 1")
         if self.confirm_after_s <= 0.0 or self.budget_multiple < 1.0 or self.starved_multiple < 1.0:
             raise ValueError(
                 "watchdog: confirm_after_s must be above 0, budget_multiple and starved_multiple at least 1"

@@ -29,7 +29,7 @@ from harness.dumps import DumpTarget, StackDumps
 from harness.ledger_layout import LedgerError
 from harness.ledger_reader import LedgerReader
 from harness.ledger_snapshot import Snapshot
-from harness.process_control import ProcessId
+from harness.process_control import ProcessId, read_thread
 from harness.processes import ProcessEntry, read_process
 from harness.seats import Seat, seat_stem, seat_words
 from harness.stacks import ProcessStacks
@@ -151,16 +151,16 @@ class _Capture:
             rank.rank: read_process(rank.pid, rank.start_time_ticks, rank.rank) for rank in request.ranks
         }
         self._find_children()
+        for rank in request.ranks:
+            self._ledger(rank)
         self._write_json(
             "processes.json",
             {
                 "schema": PROCESSES_SCHEMA,
-                "ranks": [entry.to_json() for entry in self.entries.values()],
+                "ranks": [entry.to_json() | self._work(seat) for seat, entry in self.entries.items()],
                 "children": [child.to_json() for child in self.children],
             },
         )
-        for rank in request.ranks:
-            self._ledger(rank)
         self._take_stacks()
         for rank in request.ranks:
             self._tail(rank.log_path, f"logs/{seat_stem(rank.rank)}.txt", LOG_TAIL_BYTES)
@@ -210,6 +210,20 @@ class _Capture:
         self._write(self.request.out / name, tail)
 
     # --- processes and stacks
+
+    def _work(self, seat: Seat) -> dict[str, Any]:
+        """The state of its host thread, and the seconds of processor time that this thread has had, and all
+        descendants of the process together; null where they cannot be seen."""
+        entry, snapshot = self.entries[seat], self.snapshots.get(seat)
+        named = snapshot is not None and snapshot.header.pid == entry.pid
+        thread = (snapshot.header.thread if snapshot is not None and named else 0) or entry.pid
+        host = read_thread(entry.pid, thread) if entry.alive else None
+        children_cpu_s = self.children_cpu_s.get(seat)
+        return {
+            "host_state": None if host is None else host.state,
+            "host_cpu_s": None if host is None else host.cpu_s,
+            "children_cpu_s": None if children_cpu_s is None else round(children_cpu_s, 2),
+        }
 
     def _find_children(self) -> None:
         alive = {

@@ -71,28 +71,45 @@ class Children:
 def children_of_seats(seats: Mapping[Seat, ProcessId]) -> Children:
     """Living descendants of the seats that are no seats themselves, each under its nearest seat: those nearest to
     it first, then the oldest. One look at the process table for all of them."""
+    found: list[ChildProcess] = []
+    left_out: dict[Seat, int] = {}
+    cpu_s: dict[Seat, float] = {}
+    for seat, (own, descendants) in _trees(seats).items():
+        ticks = own.ended_children_cpu_ticks + _ticks(descendants)
+        cpu_s[seat] = ticks / os.sysconf("SC_CLK_TCK")
+        kept = descendants[: min(MOST_OF_ONE, MOST - len(found))]
+        if len(kept) < len(descendants):
+            left_out[seat] = len(descendants) - len(kept)
+        found += [_child(seat, stat) for stat in kept]
+    return Children(tuple(found), left_out, cpu_s)
+
+
+def processor_times(seats: Mapping[Seat, ProcessId]) -> dict[Seat, float]:
+    """Seconds of processor time that each seat's process has had with all its descendants, ended ones too."""
+    ticks = {
+        seat: own.cpu_ticks + own.ended_children_cpu_ticks + _ticks(descendants)
+        for seat, (own, descendants) in _trees(seats).items()
+    }
+    return {seat: count / os.sysconf("SC_CLK_TCK") for seat, count in ticks.items()}
+
+
+def _trees(seats: Mapping[Seat, ProcessId]) -> dict[Seat, tuple[ProcessStat, list[ProcessStat]]]:
+    """Of each seat that lives, itself and its living descendants."""
     by_parent: dict[int, list[ProcessStat]] = {}
     alive: dict[int, ProcessStat] = {}
     for stat in everything():
         alive[stat.pid] = stat
         by_parent.setdefault(stat.parent, []).append(stat)
     taken = {process.pid for process in seats.values()}
-    found: list[ChildProcess] = []
-    left_out: dict[Seat, int] = {}
-    cpu_s: dict[Seat, float] = {}
-    ticks_a_second = os.sysconf("SC_CLK_TCK")
-    for seat, process in seats.items():
-        if process.pid not in alive or alive[process.pid].id != process:
-            continue
-        descendants = _descendants(process.pid, by_parent, taken)
-        ended = alive[process.pid].ended_children_cpu_ticks
-        ticks = sum(stat.cpu_ticks + stat.ended_children_cpu_ticks for stat in descendants)
-        cpu_s[seat] = (ended + ticks) / ticks_a_second
-        kept = descendants[: min(MOST_OF_ONE, MOST - len(found))]
-        if len(kept) < len(descendants):
-            left_out[seat] = len(descendants) - len(kept)
-        found += [_child(seat, stat) for stat in kept]
-    return Children(tuple(found), left_out, cpu_s)
+    return {
+        seat: (alive[process.pid], _descendants(process.pid, by_parent, taken))
+        for seat, process in seats.items()
+        if process.pid in alive and alive[process.pid].id == process
+    }
+
+
+def _ticks(processes: list[ProcessStat]) -> int:
+    return sum(stat.cpu_ticks + stat.ended_children_cpu_ticks for stat in processes)
 
 
 def _descendants(pid: int, by_parent: Mapping[int, list[ProcessStat]], taken: set[int]) -> list[ProcessStat]:

@@ -51,6 +51,10 @@ class ProcessStat:
         return ProcessId(self.pid, self.start_time_ticks)
 
     @property
+    def cpu_s(self) -> float:
+        return self.cpu_ticks / os.sysconf("SC_CLK_TCK")
+
+    @property
     def gone(self) -> bool:
         """A zombie has ended; only its parent has not asked yet."""
         return self.state in _GONE_STATES
@@ -58,8 +62,17 @@ class ProcessStat:
 
 def read_stat(pid: int) -> ProcessStat | None:
     """None when there is no such process."""
+    return _read_stat(pid, _PROC / str(pid) / "stat")
+
+
+def read_thread(pid: int, thread: int) -> ProcessStat | None:
+    """The same of one thread: its own state and processor time. None when the process has no such thread."""
+    return _read_stat(thread, _PROC / str(pid) / "task" / str(thread) / "stat")
+
+
+def _read_stat(pid: int, path: Path) -> ProcessStat | None:
     try:
-        text = (_PROC / str(pid) / "stat").read_bytes()
+        text = path.read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
     # The command name, field 2, may hold blanks and brackets; everything after the last bracket is regular.

@@ -298,6 +298,8 @@ class Watchdog(Table):
     """The most, and the budget of a phase that nobody has left yet."""
     startup_s: Seconds = 60.0
     """Budget of a cold rank's first steps: compilation, capture."""
+    idle_s: Seconds = 3.0
+    """Budget of a rank that all others wait for while it neither computes nor has work on its device."""
     budget_multiple: Annotated[float, Field(ge=1)] = 8.0
     """A learned budget is this multiple of the pauses' 99th percentile."""
     confirm_after_s: Seconds = 0.5

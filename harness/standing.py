@@ -17,6 +17,16 @@ Reason: TypeAlias = Literal[
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What the kernel says of a process: whether its host thread sleeps (and waits for no disk), and the processor
+    time in seconds that this thread has had, and the process with all its descendants (None: nobody looked)."""
+
+    host_sleeps: bool
+    host_cpu_s: float
+    tree_cpu_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RankView:
     """One rank, or another process of the engine, at one moment. ``snapshot`` None: it has no ledger, or none that
     could be read.
@@ -29,16 +39,20 @@ class RankView:
     snapshot: Snapshot | None
     state: RankState
     task_done: bool
+    work: Work | None = None
+    """None where it cannot be seen, as on another node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """``taken_ns`` is the observer's monotonic clock. ``late_s``: how much later it was taken than the observer
-    meant, work of its own left out; None: the observer does not say, and every gap beyond a period counts."""
+    meant, work of its own left out; None: the observer does not say, and every gap beyond a period counts.
+    ``suspended_s``: how long the whole machine slept since the sample before."""
 
     taken_ns: int
     ranks: tuple[RankView, ...]
     late_s: float | None = None
+    suspended_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,12 @@ def left_place(before: ProcessStacks, after: ProcessStacks) -> bool:
     return first is not None and second is not None and not same_place(first, second)
 
 
+def host_waits(stacks: ProcessStacks) -> bool:
+    """The host thread is seen in a wait, also in one that spins."""
+    host = host_thread(stacks)
+    return host is not None and bool(wait_frames(host))
+
+
 def waits_for_process(stacks: ProcessStacks) -> bool:
     """The host thread waits, and does so through something that starts processes and waits for them."""
     host = host_thread(stacks)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from harness.budgets import Budgets, WatchdogSettings
 from harness.ledger_snapshot import Snapshot
-from harness.standing import RankState, RankView
+from harness.standing import RankState, RankView, Work
 
 _RECENT_DECISIONS = 2
 """The step at hand and the one before, whose result may still be waited for."""
+
+
+_QUIET_SLACK_S = 0.1
+"""Processor time that a process may get at once and still count as waiting: a dump of its stacks, a heartbeat."""
+_AT_WORK = 0.2
+"""Of a processor: from here on a host computes."""
+_AT_WORK_WINDOW_S = 1.0
 
 
 def announced(snapshot: Snapshot) -> int:
@@ -44,6 +53,8 @@ class Track:
         self.still_s = 0.0
         self.stopped_s = 0.0
         self.parked_s = 0.0
+        self.quiet = Quiet(settings.idle_share)
+        self.labour = Labour()
         self._settings = settings
         self._first_step = 0
         self._marks: tuple[int, ...] = ()
@@ -92,6 +103,15 @@ class Track:
             self.still_s += elapsed_s
         else:
             self._read(view.snapshot, now_ns, elapsed_s, unseen_s)
+        self.quiet.observe(None if self.still_s == 0.0 else view.work, elapsed_s, unseen_s)
+        self.labour.observe(view.work, elapsed_s + unseen_s)
+
+    def rest(self, now_ns: int) -> None:
+        """What was seen so far says nothing about how long the rank stands: it begins now."""
+        self.moved_ns = now_ns
+        self.still_s = self.stopped_s = self.parked_s = 0.0
+        self.quiet = Quiet(self._settings.idle_share)
+        self.labour = Labour()
 
     def _read(self, snapshot: Snapshot, now_ns: int, elapsed_s: float, unseen_s: float) -> None:
         before = self.snapshot
@@ -115,3 +135,72 @@ class Track:
         self.parked_s = self.parked_s + elapsed_s if self.parked else 0.0
         if self.excused:
             self.still_s = 0.0
+
+
+class Quiet:
+    """For how long a rank has stood still without doing anything: its host slept whenever it was looked at, and its
+    processes together got next to no processor time."""
+
+    def __init__(self, share: float) -> None:
+        self.seconds = 0.0
+        """Up to the last look at the processor times."""
+        self.cpu_s = 0.0
+        """What its processes got meanwhile."""
+        self._share = share
+        self._began_cpu_s: float | None = None
+        self._passed_s = 0.0
+        self._since_look_s = 0.0
+
+    def observe(self, work: Work | None, elapsed_s: float, unseen_s: float) -> None:
+        """``work`` None: it moved, or nobody could see."""
+        if work is None or not work.host_sleeps:
+            self._begin(None)
+            return
+        self._passed_s += elapsed_s + unseen_s
+        self._since_look_s += elapsed_s
+        if work.tree_cpu_s is None:
+            return
+        if self._began_cpu_s is None:
+            self._begin(work.tree_cpu_s)
+            return
+        self.cpu_s = work.tree_cpu_s - self._began_cpu_s
+        self.seconds, self._since_look_s = self.seconds + self._since_look_s, 0.0
+        if self.cpu_s > _QUIET_SLACK_S + self._share * self._passed_s:
+            self._begin(work.tree_cpu_s)
+
+    def _begin(self, tree_cpu_s: float | None) -> None:
+        self._began_cpu_s = tree_cpu_s
+        self.seconds = self.cpu_s = self._passed_s = self._since_look_s = 0.0
+
+
+class Labour:
+    """Whether a host thread computed in the last second: it got processor time, or wanted some most of the time."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, float, bool]] = deque()
+        """Of each sample the seconds since the one before, the thread's processor time, whether it was awake."""
+
+    def observe(self, work: Work | None, passed_s: float) -> None:
+        if work is None:
+            self._recent.clear()
+            return
+        self._recent.append((passed_s, work.host_cpu_s, not work.host_sleeps))
+        while self.seconds > _AT_WORK_WINDOW_S and len(self._recent) > 2:
+            self._recent.popleft()
+
+    @property
+    def seconds(self) -> float:
+        """How far back it was seen."""
+        return sum(seconds for seconds, _, _ in list(self._recent)[1:])
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of the thread in those seconds."""
+        return self._recent[-1][1] - self._recent[0][1] if self._recent else 0.0
+
+    @property
+    def at_work(self) -> bool:
+        if len(self._recent) < 2:
+            return False
+        awake = sum(one for _, _, one in self._recent)
+        return self.cpu_s > _AT_WORK * self.seconds or 2 * awake > len(self._recent)

@@ -9,7 +9,7 @@ suspicions lie is in ``trial_evidence.py``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -17,18 +17,23 @@ from typing import Literal
 
 from harness.agent_files import AgentState, AgentTrial, Times, WatchedRank
 from harness.capture import CaptureReport
+from harness.children import processor_times
 from harness.ledger_layout import LedgerError
 from harness.ledger_reader import LedgerReader
 from harness.ledger_snapshot import Snapshot
 from harness.pace import Pace
+from harness.process_control import read_thread
 from harness.processes import read_process
 from harness.seats import Seat, seats_words
+from harness.standing import Work
 from harness.stillness import moved_between
 from harness.trial_evidence import TrialEvidence
 from harness.watchdog import Confirmed, Healthy, RankView, Sample, Suspect, Watchdog
 
 _AT_WORK = 0.2
 """Of a processor, from which on a rank's own processes count as working for it; idle pools take about none."""
+_TREES_EVERY_S = 0.5
+"""The process table of a busy node takes some 10 ms to read."""
 _STARVED_WORTH_TELLING_S = 1.0
 _STATES: dict[str, Literal["running", "sleeping", "stopped", "dead"]] = {
     "R": "running", "S": "sleeping", "D": "sleeping", "T": "stopped", "Z": "dead", "dead": "dead",
@@ -57,13 +62,17 @@ class TrialWatch:
         self._confirmed_ns = 0
         self._captured_ns = 0
         self._pace = Pace(trial.watchdog.sample_period_s)
+        self._trees_read_s = 0.0
 
     @property
     def notes(self) -> list[str]:
-        starved_s = self._watchdog.starved_s
-        if starved_s < _STARVED_WORTH_TELLING_S:
-            return list(self._notes)
-        return [*self._notes, f"the watchdog itself was starved for {starved_s:.1f} s{self._pace.words}"]
+        notes = list(self._notes)
+        suspended_s, starved_s = self._watchdog.suspended_s, self._watchdog.starved_s
+        if suspended_s:
+            notes.append(f"the machine was suspended for {suspended_s:.1f} s")
+        if starved_s >= _STARVED_WORTH_TELLING_S:
+            notes.append(f"the watchdog itself was starved for {starved_s:.1f} s{self._pace.words}")
+        return notes
 
     @property
     def error(self) -> str | None:
@@ -88,8 +97,9 @@ class TrialWatch:
         if self.state == "captured":
             return
         late_s = self._pace.begin()
-        views = tuple(self._view(rank, rank.rank in done) for rank in self.trial.ranks)
-        standing = self._watchdog.observe(Sample(time.monotonic_ns(), views, late_s))
+        trees_s = self._processor_times()
+        views = tuple(self._view(rank, rank.rank in done, trees_s) for rank in self.trial.ranks)
+        standing = self._watchdog.observe(Sample(time.monotonic_ns(), views, late_s, self._pace.suspended_s))
         if isinstance(standing, Healthy):
             if standing.note:
                 self._fell(standing.slow, standing.note)
@@ -125,9 +135,28 @@ class TrialWatch:
 
     # Looking ---------------------------------------------------------------------------------------------
 
-    def _view(self, rank: WatchedRank, done: bool) -> RankView:
+    def _view(self, rank: WatchedRank, done: bool, trees_s: Mapping[Seat, float]) -> RankView:
         entry = read_process(rank.process.pid, rank.process.start_time_ticks, rank.rank)
-        return RankView(rank.rank, self._snapshot(rank.rank), _STATES.get(entry.state, "missing"), done)
+        snapshot = self._snapshot(rank.rank)
+        work = self._work(rank, snapshot, trees_s.get(rank.rank)) if entry.alive else None
+        return RankView(rank.rank, snapshot, _STATES.get(entry.state, "missing"), done, work)
+
+    def _processor_times(self) -> dict[Seat, float]:
+        """Of whole trees, which takes a look at the process table: only where it matters, and now and then."""
+        now_s = time.monotonic()
+        if not self._watchdog.wants_processor_times or now_s - self._trees_read_s < _TREES_EVERY_S:
+            return {}
+        self._trees_read_s = now_s
+        return processor_times({rank.rank: rank.process for rank in self.trial.ranks})
+
+    def _work(self, rank: WatchedRank, snapshot: Snapshot | None, tree_cpu_s: float | None) -> Work | None:
+        """A host thread that the ledger does not name is the first one of its process."""
+        pid = rank.process.pid
+        thread = snapshot.header.thread if snapshot is not None and snapshot.header.pid == pid else 0
+        host = read_thread(pid, thread or pid)
+        if host is None:
+            return None
+        return Work(host.state == "S", host.cpu_s, tree_cpu_s)
 
     def _snapshot(self, rank: Seat) -> Snapshot | None:
         if rank not in self._files:

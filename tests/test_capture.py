@@ -89,6 +89,8 @@ def test_healthy_ranks_give_everything(tmp_path: Path, children: Children) -> No
         (1, busy.process.pid),
     ]
     assert rows[0]["state"] in ("R", "S") and rows[1]["state"] == "R" and rows[0]["rss_bytes"] > 1 << 20
+    assert rows[1]["host_state"] == "R" and rows[1]["host_cpu_s"] > 0.0
+    assert rows[0]["host_cpu_s"] >= 0.0 and rows[0]["children_cpu_s"] >= 0.0
     waiting.until("S")
     busy.until("R")
 

@@ -11,6 +11,7 @@ from test_blocked import behind_experts, in_agreement
 
 from harness.seats import Seat
 from harness.stacks import Frame, ProcessStacks, ThreadStack
+from harness.standing import Work
 from harness.watchdog import (
     Confirmed,
     Healthy,
@@ -38,13 +39,38 @@ class Bench:
         self.watchdog = Watchdog(settings, world)
         self.now_s = 0.0
         self.seen = world if seen is None else seen
+        self.cpu_share: dict[int, float] = {}
+        """Of a processor, what the host thread of a rank gets; of those named here the kernel tells."""
+        self.children_share = dict.fromkeys(range(world), 0.0)
+        """What the rest of its process tree gets."""
+        self.asleep = dict.fromkeys(range(world), True)
+        self.suspended_s = 0.0
+        """That the machine slept before the next sample."""
+        self._cpu_s = dict.fromkeys(range(world), (0.0, 0.0))
 
     def sample(self) -> Standing:
         views = tuple(
-            RankView(r.rank, r.snapshot(self.now_s), self.state[r.rank], self.done[r.rank])  # type: ignore[arg-type]
+            RankView(
+                r.rank,
+                r.snapshot(self.now_s),
+                self.state[r.rank],  # type: ignore[arg-type]
+                self.done[r.rank],
+                self.work(r.rank),
+            )
             for r in self.ranks[: self.seen]
         )
-        return self.watchdog.observe(Sample(int(self.now_s * 1e9), views))
+        suspended_s, self.suspended_s = self.suspended_s, 0.0
+        return self.watchdog.observe(Sample(int(self.now_s * 1e9), views, suspended_s=suspended_s))
+
+    def work(self, rank: int) -> Work | None:
+        if rank not in self.cpu_share:
+            return None
+        host_s, rest_s = self._cpu_s[rank]
+        host_s += self.cpu_share[rank] * PERIOD_S
+        rest_s += self.children_share[rank] * PERIOD_S
+        self._cpu_s[rank] = (host_s, rest_s)
+        looked = self.watchdog.wants_processor_times and round(self.now_s / PERIOD_S) % 5 == 0
+        return Work(self.asleep[rank], host_s, host_s + rest_s if looked else None)
 
     def run(
         self, seconds: float, each: Callable[[], None] = lambda: None, *, period_s: float = PERIOD_S
@@ -722,3 +748,165 @@ def test_the_same_hosts_with_one_that_moves_are_not_accused() -> None:
         bench.ranks[1].changes += 1
 
     assert not alarms(bench.run(5, heartbeat))
+
+
+# Ranks that do nothing, and hosts that compute ---------------------------------------------------------------
+
+
+def one_for_whom_all_wait(bench: Bench) -> None:
+    """Rank 1 has come to its launch and goes no further; rank 0 waits behind the collective that it owes."""
+    behind_experts(bench.ranks[0])
+    bench.ranks[1].phase = "launch"
+    bench.ranks[1].groups["experts"] = Group((0, 1)).round("all_reduce")
+    bench.cpu_share = {0: 0.0, 1: 0.0}
+
+
+def test_a_rank_that_all_wait_for_and_that_does_nothing_is_suspected_long_before_its_first_budget() -> None:
+    bench = Bench()
+    one_for_whom_all_wait(bench)
+    standings = bench.run(SETTINGS.idle_s + 2.5)
+    first, last = alarms(standings)[0], standings[-1]
+    assert isinstance(first, Suspect) and isinstance(last, Confirmed)
+    assert (first.road, first.reason, first.ranks) == ("budget", "stalled", (0, 1))
+    assert "rank 1: nothing moved for" in first.proof[0] and "its host sleeps" in first.proof[0]
+    assert first.since_ns >= SETTINGS.idle_s * 1e9
+
+
+def test_the_same_rank_with_a_compiler_of_its_own_keeps_its_first_budget() -> None:
+    bench = Bench()
+    one_for_whom_all_wait(bench)
+    bench.children_share[1] = 0.6
+    assert not alarms(bench.run(SETTINGS.startup_s - 2))
+
+
+def test_the_same_rank_that_reads_from_a_disk_or_computes_keeps_its_first_budget() -> None:
+    bench = Bench()
+    one_for_whom_all_wait(bench)
+    bench.asleep[1] = False
+    assert not alarms(bench.run(SETTINGS.startup_s - 2))
+
+
+def test_the_same_rank_in_a_phase_of_patience_or_unseen_keeps_its_first_budget() -> None:
+    bench = Bench()
+    one_for_whom_all_wait(bench)
+    bench.ranks[1].phase = "load"
+    assert not alarms(bench.run(20))
+    bench.ranks[1].phase = "launch"
+    del bench.cpu_share[1]
+    assert not alarms(bench.run(20))
+
+
+def test_the_same_rank_with_work_on_its_device_keeps_its_first_budget() -> None:
+    bench = Bench()
+    one_for_whom_all_wait(bench)
+    bench.ranks[1].streams["compute"] = Stream([("gemm", 9)])
+    assert not alarms(bench.run(20))
+
+
+def test_a_rank_that_does_nothing_while_another_is_not_seen_to_wait_for_it_keeps_its_first_budget() -> None:
+    bench = Bench(world=3)
+    one_for_whom_all_wait(bench)
+    bench.ranks[2].phase = "launch"
+    assert not alarms(bench.run(20))
+
+
+def test_a_starved_observer_is_more_patient_with_a_rank_that_does_nothing() -> None:
+    bench = Bench()
+    one_for_whom_all_wait(bench)
+    bench.run(1)
+    bench.run(4, period_s=1.0)  # late by 0.9 s, four times
+    assert bench.watchdog.starved_s > 3.0
+    assert not alarms(bench.run(1.5))
+
+
+def test_a_rank_behind_the_driver_is_not_idle() -> None:
+    bench = Bench()
+    one_for_whom_all_wait(bench)
+    bench.ranks[1].phase = SETTINGS.parked_phase
+    bench.ranks[0].groups = {}
+    bench.ranks[0].phase = SETTINGS.parked_phase
+    assert not alarms(bench.run(20))
+
+
+def computing(bench: Bench) -> None:
+    """Rank 1 computes in a native call; rank 0 waits in the agreement."""
+    bench.warm()
+    bench.cpu_share = {0: 0.0, 1: 0.9}
+    bench.asleep[1] = False
+    bench.ranks[0].phase, bench.ranks[1].phase = "agree", "launch"
+    bench.ranks[0].groups["agree"] = Group((0, 1), host=True).round("all_gather").enter("all_gather")
+    bench.ranks[1].groups["agree"] = Group((0, 1)).round("all_gather")
+
+
+def test_a_host_that_computes_in_one_native_call_is_slow_until_patience_ends() -> None:
+    bench = Bench()
+    computing(bench)
+    assert isinstance(bench.run(4)[-1], Confirmed)
+    doubted = bench.watchdog.confirm({}, {})
+    assert isinstance(doubted, Suspect) and "the host of rank 1 computes" in doubted.proof[-1]
+    bench.now_s += PERIOD_S
+    bench.step()
+    healthy = bench.sample()
+    assert isinstance(healthy, Healthy) and healthy.slow == (0, 1)
+    # One that never comes back hangs, however much it computes.
+    bench.run(SETTINGS.startup_s + 5)
+    assert isinstance(bench.watchdog.standing, Confirmed)
+    assert isinstance(bench.watchdog.confirm({}, {}), Confirmed)
+
+
+def test_a_host_that_starves_wants_the_processor_and_computes_too() -> None:
+    bench = Bench()
+    computing(bench)
+    bench.cpu_share[1] = 0.05
+    assert isinstance(bench.run(4)[-1], Confirmed)
+    assert isinstance(bench.watchdog.confirm({}, {}), Suspect)
+
+
+def test_a_host_that_spins_in_a_wait_does_not_compute() -> None:
+    bench = Bench()
+    computing(bench)
+    bench.ranks[1].streams["compute"] = Stream([("gemm", 9)])
+    bench.run(4)
+    assert isinstance(bench.watchdog.confirm({}, {}), Confirmed)
+    bench = Bench()
+    computing(bench)
+    bench.run(4)
+    spins = {1: bench.ranks[1].stacks()}  # in Event.synchronize
+    assert isinstance(bench.watchdog.confirm({}, spins), Confirmed)
+
+
+# A machine that slept ------------------------------------------------------------------------------------------
+
+
+def test_what_stood_still_before_the_machine_slept_begins_anew() -> None:
+    bench = Bench()
+    bench.warm()
+    assert isinstance(bench.run(1.8)[-1], Suspect)
+    bench.suspended_s = 3600.0
+    bench.now_s += PERIOD_S
+    woken = bench.sample()
+    assert isinstance(woken, Healthy) and woken.slow == ()
+    assert "suspended for 3600.0 s while ranks 0, 1 were suspected" in woken.note
+    assert bench.watchdog.suspended_s == 3600.0
+    assert not alarms(bench.run(SETTINGS.floor_s - PERIOD_S))
+    assert isinstance(bench.run(2)[-1], Confirmed)
+
+
+def test_a_machine_that_sleeps_again_and_again_raises_no_alarm() -> None:
+    bench = Bench()
+    bench.warm()
+
+    def sleep() -> None:
+        if round(bench.now_s / PERIOD_S) % 10 == 0:
+            bench.suspended_s = 20.0
+
+    assert not alarms(bench.run(10, sleep))
+
+
+def test_a_hang_that_was_confirmed_stays_one_when_the_machine_slept() -> None:
+    bench = Bench()
+    bench.warm()
+    assert isinstance(bench.run(4)[-1], Confirmed)
+    bench.suspended_s = 5.0
+    bench.now_s += PERIOD_S
+    assert isinstance(bench.sample(), Confirmed)
