@@ -173,10 +173,14 @@ def test_a_server_that_is_asked_ends_by_itself(tmp_path: Path) -> None:
 def test_a_server_that_does_not_listen_is_killed_with_all_it_started(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, "launcher-deaf", "--deaf", "--orphan")
     try:
-        tree = launcher.tree()
+
+        def whole() -> list[TreeProcess]:
+            found = launcher.tree()
+            return found if any("--idle-for-ever" in process.title for process in found) else []
+
+        tree = until(whole, "the process that left the tree, under its last title")
         (stopped,) = [process for process in tree if "TP1" in process.title]
         assert process_control.send(stopped.id, signal.SIGSTOP)
-        assert any("--idle-for-ever" in process.title for process in tree)
         assert launcher.end_server(20.0, 0.2) == "[] signal SIGKILL"
         assert launcher.tree() == []
         zombies = [stat for process in tree if (stat := process_control.find(process.id)) is not None]
