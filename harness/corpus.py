@@ -42,7 +42,8 @@ class Wish:
     wide: int = 3
     """At most so many trials of anything with more than two ranks."""
     quick: bool = False
-    """Only the part that fits into five minutes: the files marked for it, with their first number of ranks."""
+    """Only the part that fits into five minutes: the files marked for it, with their first number of ranks, and
+    unless ``twins`` says more, the twin of one row of each family."""
     seed: int = 0
     """The first one."""
 
@@ -129,16 +130,31 @@ def _with_ranks(scenario: Scenario, ranks: int) -> Scenario:
 def jobs(wish: Wish, chosen: Sequence[Variant]) -> list[tuple[Job, Sequence[ArmPlan]]]:
     """The trials of each variant, a seed in every arm before the next seed; and its arms, for the record."""
     found: list[tuple[Job, Sequence[ArmPlan]]] = []
+    rows_alone = _rows_alone(wish, chosen)
     for variant in chosen:
         scenario = variant.scenario
         facts = gather_facts(DEVICE, scenario.target.ranks)
         most = wish.wide if scenario.target.ranks > 2 else 10**9
         seeds = min(wish.seeds, most)
         healthy = min(wish.seeds if wish.twins is None else wish.twins, most)
+        if variant.file in rows_alone:
+            healthy = 0
         planned = expand(scenario, DEVICE, max(seeds, healthy), wish.seed, facts)
         trials = [plan for plan in planned if plan.index < (seeds if _is_row(variant, plan) else healthy)]
         found.append((Job(scenario, trials), plan_arms(scenario, DEVICE, facts)))
     return found
+
+
+def _rows_alone(wish: Wish, chosen: Sequence[Variant]) -> set[str]:
+    """Files whose twins are left out: in the quick part a family's first row has one, as all twins of a family
+    do much the same."""
+    if not wish.quick or wish.twins is not None:
+        return set()
+    first: dict[str, str] = {}
+    rows = [one for one in chosen if one.scenario.corpus is not None and one.scenario.corpus.id is not None]
+    for one in rows:
+        first.setdefault(one.to_json()["id"][0], one.file)
+    return {one.file for one in rows} - set(first.values())
 
 
 def _is_row(variant: Variant, plan: TrialPlan) -> bool:

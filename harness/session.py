@@ -118,11 +118,12 @@ class Session:
         world = max(job.scenario.target.ranks for job in jobs)
         with self.interrupts.held(), self._up(world, view) as (agents, ranks):
             for job in jobs:
+                compared = _compared(job)
                 for plan in job.trials:
                     if self.interrupts.count or time.monotonic() > deadline_s:
                         view.line("stopped early: the remaining trials were not run")
                         return
-                    self._trial(job.scenario, plan, agents, ranks, view)
+                    self._trial(job.scenario, plan, agents, ranks, view, compared=plan.seed in compared)
 
     # Up and down -----------------------------------------------------------------------------------------
 
@@ -175,14 +176,22 @@ class Session:
     # One trial -------------------------------------------------------------------------------------------
 
     def _trial(
-        self, scenario: Scenario, plan: TrialPlan, agents: Agents, ranks: Ranks, view: LiveView
+        self,
+        scenario: Scenario,
+        plan: TrialPlan,
+        agents: Agents,
+        ranks: Ranks,
+        view: LiveView,
+        *,
+        compared: bool,
     ) -> None:
+        """``compared``: tokens of this seed are held against those of an undisturbed trial."""
         store = self.store.trial(plan.id)
         reference = reference_path(self.store.path, scenario.name, plan.seed)
         facts: dict[str, Any]
         try:
             processes = self._ensure(scenario, plan, ranks)
-            if reference not in self._references and _wants_reference(scenario):
+            if compared and reference not in self._references:
                 self._reference(scenario, plan, reference, agents, ranks, view)
                 processes = () if self.interrupts.count else self._ensure(scenario, plan, ranks)
             if processes:
@@ -413,12 +422,12 @@ def is_foreign(scenario: Scenario) -> bool:
     return scenario.target.name != BUILTIN
 
 
-def _wants_reference(scenario: Scenario) -> bool:
-    """Whether a trial's tokens are held against those of an undisturbed one. A foreign engine has none of its
-    own; a scenario that allows any tokens in every arm needs none."""
-    said = [one.tokens for one in scenario.expect]
-    everywhere = any(not one.arm.values() for one in scenario.expect)
-    return not is_foreign(scenario) and not (everywhere and set(said) == {"any"})
+def _compared(job: Job) -> set[int]:
+    """Seeds whose tokens are held against those of an undisturbed trial: those with a trial that may not have any
+    tokens. A foreign engine has no undisturbed one of its own."""
+    if is_foreign(job.scenario):
+        return set()
+    return {plan.seed for plan in job.trials if plan.expectation.tokens != "any"}
 
 
 def _tokens(ended: Ended) -> dict[str, list[int]]:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
+from harness.arms import has_all
 from harness.cli import app
 from harness.corpus import Wish, jobs, manifest, variants
 from harness.request import BadRequest
@@ -164,8 +166,28 @@ def test_rows_twins_and_ranks_have_their_own_numbers_of_trials() -> None:
     }
     assert counts == {2: [2, 5], 4: [2, 3]}
     assert set(manifest(chosen)["corpus"]) == {"a1-idle-raises", "a1-idle-raises-4-ranks"}
-    quick = variants(Wish(only=("A1",), quick=True))
-    assert [one.scenario.target.ranks for one in quick] == [2]
+
+
+def test_the_quick_part_has_every_row_and_control_with_few_ranks_and_a_twin_for_each_family() -> None:
+    def twins(wish: Wish) -> set[str]:
+        return {
+            job.scenario.name
+            for job, _ in jobs(wish, variants(wish))
+            if job.scenario.corpus is not None
+            and any(has_all(plan.arm, job.scenario.corpus.twin.values()) for plan in job.trials)
+        }
+
+    quick = Wish(only=("A", "B"), quick=True)
+    for one in variants(quick):
+        assert one.scenario.corpus is not None
+        assert one.scenario.target.ranks == one.scenario.corpus.ranks[0]
+    assert twins(quick) == {"a1-idle-raises", "b1-eager-beside-graph"}
+    assert twins(replace(quick, twins=1)) == {one.scenario.name for one in variants(quick)}
+    whole = variants(Wish(quick=True))
+    trials = {job.scenario.name: len(job.trials) for job, _ in jobs(Wish(quick=True), whole)}
+    assert min(trials.values()) == 1 and set(trials) == {one.scenario.name for one in whole}
+    rows = {one.scenario.corpus.id for one in variants(Wish()) if one.scenario.corpus}
+    assert {one.scenario.corpus.id for one in whole if one.scenario.corpus} == rows
 
 
 @pytest.mark.hang
