@@ -14,8 +14,9 @@ from rich.console import Console
 
 from bench import engine_figures, harness_figures
 from bench.arms import WORLD
+from bench.errors import BenchError
 from bench.figures import Figure
-from bench.pair import BenchError, started
+from bench.pair import started
 from bench.results import show, store
 from bench.settings import FULL, QUICK, Settings
 from harness.machine import machine_facts, versions

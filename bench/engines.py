@@ -18,8 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.errors import BenchError
 from bench.figures import Between, Figure
-from bench.pair import BenchError
 from bench.ratio import paired_ratio
 from bench.results import show, store
 from harness.machine import machine_facts, versions

@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import median
 
 from bench.arms import Arm, Plan
+from bench.errors import BenchError
 from bench.figures import Between, Figure, stepped
-from bench.pair import BenchError, HeldPair, RankPair
+from bench.pair import HeldPair, RankPair
 from bench.ratio import paired_ratio
 from bench.settings import Settings
 from harness.capture import CaptureRank, CaptureRequest, capture, find_py_spy

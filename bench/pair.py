@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from bench.arms import WORLD, Arm, Blocks, Plan
+from bench.errors import BenchError
 from bench.rank import Answer, Command, Failed, Hold, Release, Spent, main
 from harness.capture import CaptureRank
 from harness.processes import read_process
@@ -27,10 +28,6 @@ ANSWER_S = 90.0
 """The longest command."""
 _END_S = 5.0
 _SHARED_MEMORY = Path("/dev/shm")
-
-
-class BenchError(RuntimeError):
-    """A rank failed or did not answer. The message has what it said."""
 
 
 class RankPair:

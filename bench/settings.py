@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bench.synthetic import CASES, Case
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -26,7 +28,19 @@ class Settings:
     batches: int = 5
     """Batches of each ledger operation; the fastest counts."""
     captures: int = 3
-    """Of both ranks' stacks, each way."""
+    """Pairs of captures of each number of processes, each way."""
+    captured: tuple[int, ...] = (2, 4, 8)
+    """Processes whose stacks are captured."""
+    cases: tuple[Case, ...] = CASES
+    """Of made-up evidence that is analysed."""
+    worlds: tuple[int, ...] = (16, 256, 1024, 4096)
+    """Ranks in it."""
+    scale_repeats: int = 2
+    """Diagnoses of each. Even."""
+    disk_worlds: tuple[int, ...] = (16, 256, 1024)
+    """Ranks in evidence that is read from disk."""
+    hang_seeds: int = 16
+    """Trials with jitter, and as many without, in search of a hang."""
 
     def __post_init__(self) -> None:
         if min(self.rounds, self.ledger_rounds) < 2 or self.rounds % 2 or self.ledger_rounds % 2:
@@ -35,8 +49,10 @@ class Settings:
 
 FULL = Settings("full")
 QUICK = Settings(
-    "quick", block_steps=6, warm_steps=4, rounds=6, ledger_rounds=16, calls=4_000, batches=3, captures=1
-)
+    "quick", block_steps=6, warm_steps=4, rounds=6, ledger_rounds=16, calls=4_000, batches=3, captures=1,
+    captured=(2, 4), cases=("order", "stuck"), worlds=(16, 256, 1024), disk_worlds=(16, 64, 256), hang_seeds=4,
+)  # fmt: skip
 SMALLEST = Settings(
-    "smallest", block_steps=2, warm_steps=2, rounds=2, ledger_rounds=2, calls=200, batches=2, captures=1
-)
+    "smallest", block_steps=2, warm_steps=2, rounds=2, ledger_rounds=2, calls=200, batches=2, captures=1,
+    captured=(2,), cases=("skipped", "stacks"), worlds=(8, 16), disk_worlds=(8, 16), hang_seeds=0,
+)  # fmt: skip

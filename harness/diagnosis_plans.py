@@ -11,8 +11,10 @@ Rows are held against token counts only in groups whose earlier collectives fitt
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from harness.diagnosis_case import Case
@@ -97,12 +99,28 @@ def _said(case: Case, rank: int, step: int, record: Mapping[str, Any]) -> Fact:
 
 def _record_of(case: Case, rank: int, group: str, sequence: int) -> tuple[int, Mapping[str, Any]] | None:
     """The step to which a collective belongs: the last one whose record counts fewer."""
-    best: tuple[int, Mapping[str, Any]] | None = None
-    for step, record in sorted(case.decisions(rank).items()):
-        count = _count(record, group)
-        if count is not None and count < sequence:
-            best = (step, record)
-    return best
+    table = case.decisions(rank)
+    counted = case.once(f"counted {group} {id(table)}", lambda: _Counted.of(table, group))
+    place = bisect_left(counted.least_from, sequence) - 1
+    if place < 0:
+        return None
+    step = counted.steps[place]
+    return step, table[step]
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """The steps whose records count the collectives of a group, in order, and the least count from each one on:
+    many collectives of many ranks are looked for."""
+
+    steps: tuple[int, ...]
+    least_from: tuple[int, ...]
+
+    @classmethod
+    def of(cls, table: Mapping[int, Mapping[str, Any]], group: str) -> _Counted:
+        counts = {step: count for step in sorted(table) if (count := _count(table[step], group)) is not None}
+        least = [*accumulate(reversed(counts.values()), min)]
+        return cls(tuple(counts), tuple(reversed(least)))
 
 
 def _count(record: Mapping[str, Any], group: str) -> int | None:
@@ -139,8 +157,20 @@ def _rows(record: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _rows_fit_before(case: Case, wait: Wait) -> bool:
-    fits = [_fits(record, brought) for record, brought in _before(case, wait)]
-    return sum(fit is True for fit in fits) >= _FITTING_BEFORE and False not in fits
+    """Found out once, although each rank that departed asks."""
+    return case.once(
+        f"rows fit {wait.group} {wait.sequence} {wait.members[:1]}", lambda: _all_fit(_before(case, wait))
+    )
+
+
+def _all_fit(before: Iterable[tuple[Mapping[str, Any], CollectiveRecord]]) -> bool:
+    fitting = 0
+    for record, brought in before:
+        fit = _fits(record, brought)
+        if fit is False:
+            return False
+        fitting += fit is True
+    return fitting >= _FITTING_BEFORE
 
 
 def _before(case: Case, wait: Wait) -> Iterator[tuple[Mapping[str, Any], CollectiveRecord]]:

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from bench import __main__ as command
 from bench.arms import Arm, Plan
-from bench.pair import BenchError, started
+from bench.errors import BenchError
+from bench.pair import started
 from bench.ratio import paired_ratio
 from bench.settings import SMALLEST
 

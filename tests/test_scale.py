@@ -7,15 +7,17 @@ members of groups are gone through, which is what would grow with the square of 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from bench import synthetic
-from harness import diagnosis_stacks
+from harness import diagnosis_plans, diagnosis_stacks
 from harness.diagnose import Diagnosis, Evidence, diagnose
 from harness.diagnosis_case import Case
+from harness.ledger_snapshot import CollectiveRecord
 from harness.stack_places import Doing
 from harness.stacks import ProcessStacks
 from harness.standing import Confirmed, Healthy
@@ -167,3 +169,24 @@ def test_how_often_records_are_looked_into_grows_with_the_ranks() -> None:
     few, many = fields_asked(64), fields_asked(256)
     assert few > 0
     assert many <= 4 * few
+
+
+def test_the_agreed_counts_are_held_against_rows_once_however_many_departed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    fits = diagnosis_plans._fits
+
+    def counted(record: Mapping[str, Any], brought: CollectiveRecord) -> bool | None:
+        asked.append(brought.sequence)
+        return fits(record, brought)
+
+    monkeypatch.setattr(diagnosis_plans, "_fits", counted)
+    kept = synthetic.Detail(operations=2, collectives=8, decisions=4, every=50)
+    numbers = []
+    for world in (16, 64):
+        asked.clear()
+        found = diagnose(synthetic.evidence("mismatch", world, kept))
+        assert (found.mechanism, blamed(found)) == ("collective-mismatch", [synthetic.culprit(world)])
+        numbers.append(len(asked))
+    assert 0 < numbers[1] <= 4 * numbers[0]
