@@ -81,13 +81,21 @@ class Track:
         ended = self.state == "dead" or (self.state == "missing" and self._seen_alive)
         return ended and not self._outlived_task and not (self.done and self.parked)
 
+    @property
+    def warm(self) -> bool:
+        """It has made its first steps, in which compilers run."""
+        return self.snapshot is not None and self._steps >= self._settings.warm_steps
+
+    @property
+    def _steps(self) -> int:
+        return self.snapshot.host.step - self._first_step if self.snapshot is not None else 0
+
     def budget_s(self, *, left_by_others: bool) -> float:
         """How long the rank may stand still in its phase."""
-        steps = self.snapshot.host.step - self._first_step if self.snapshot is not None else 0
         return self.budgets.budget_s(
             self.phase,
-            warm=self.snapshot is not None and steps >= self._settings.warm_steps,
-            settled=steps >= self._settings.settled_steps,
+            warm=self.warm,
+            settled=self._steps >= self._settings.settled_steps,
             left_by_others=left_by_others,
             work=announced(self.snapshot) if self.snapshot is not None else 0,
         )

@@ -131,8 +131,8 @@ class Watchdog:
         again, which the next sample ends. So does that of a suspect whose host stack left its place, because it
         computes, that of one whose host computes in one place (a native call) and by its ledger waits for nothing,
         and that of one that waits for a process of its own which does (a compiler); the next samples may confirm it
-        after all. Only up to the startup budget: what has not moved its
-        ledger by then hangs.
+        after all. Only up to the startup budget, and in one place of a warm rank up to the ceiling: what has not
+        moved its ledger by then hangs.
         """
         standing = self._standing
         if not isinstance(standing, Confirmed) or standing.reason in ("dead", "livelock"):
@@ -154,13 +154,7 @@ class Watchdog:
             for rank in standing.ranks
             if rank in children_at_work and rank in stacks_b and waits_for_process(stacks_b[rank])
         ]
-        working = [
-            rank
-            for rank in standing.ranks
-            if self._tracks[rank].labour.at_work
-            and not self._waits_for_something(rank)
-            and not (rank in stacks_b and host_waits(stacks_b[rank]))
-        ]
+        working = [rank for rank in standing.ranks if self._computes(rank, stacks_b.get(rank))]
         patience_s = max(self._settings.startup_s, self._settings.ceiling_s)
         if max(self._tracks[rank].still_s for rank in standing.ranks) >= patience_s:
             return standing
@@ -180,6 +174,15 @@ class Watchdog:
                 standing, f"{seat_words(served[0])} waits for a process of its own that is at work"
             )
         return standing
+
+    def _computes(self, rank: Seat, stacks: ProcessStacks | None) -> bool:
+        """Its host has the processor, not to spin in a wait; and its patience is not over."""
+        track = self._tracks[rank]
+        if not track.labour.at_work or self._waits_for_something(rank):
+            return False
+        if track.warm and track.still_s >= self._settings.ceiling_s * self._starvation.widening:
+            return False
+        return stacks is None or not host_waits(stacks)
 
     def _waits_for_something(self, rank: Seat) -> bool:
         """By its ledger: a synchronisation, a collective, or its streams, which have work left."""
