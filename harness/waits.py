@@ -44,8 +44,9 @@ class Side:
 class Wait:
     """Collective ``sequence`` of ``group`` that ``waiting`` ranks entered and that did not complete.
 
-    ``missing`` never enqueued it; ``late`` enqueued it and did not enter (something before it is unfinished);
-    ``unknown`` members have no readable ledger. ``sides`` has more than one entry on a mismatch.
+    ``missing`` never enqueued it; ``late`` enqueued it and did not enter (something before it is unfinished). Who
+    is through with it, as a root may be before the others, is in neither. ``unknown`` members have no readable
+    ledger. ``sides`` has more than one entry on a mismatch.
     """
 
     group: str
@@ -172,6 +173,7 @@ def _wait(name: str, states: dict[int, GroupState], snapshots: Mapping[int, Snap
     there = frozenset(waiting)
     known = [member for member in members if member in snapshots]
     enqueued = {m: states[m].enqueued if m in states else 0 for m in known}
+    through = {rank for rank, state in states.items() if state.completed >= sequence}
     sides = _sides(sequence, {rank: states[rank] for rank in waiting})
     return Wait(
         group=name,
@@ -180,7 +182,7 @@ def _wait(name: str, states: dict[int, GroupState], snapshots: Mapping[int, Snap
         members=members,
         waiting=waiting,
         missing=tuple(m for m in known if enqueued[m] < sequence),
-        late=tuple(m for m in known if enqueued[m] >= sequence and m not in there),
+        late=tuple(m for m in known if enqueued[m] >= sequence and m not in there and m not in through),
         unknown=tuple(member for member in members if member not in snapshots),
         sides=sides,
     )

@@ -104,3 +104,12 @@ def test_thousands_that_wait_for_thousands_are_not_spelt_out() -> None:
     """Two groups crossed: 2,048 ranks in one wait for the others, who wait in the other for them."""
     low, high = tuple(range(2048)), tuple(range(2048, 4096))
     assert circle(wait_of("a", low, high), wait_of("b", high, low)) == [(0, "a", 2048), (2048, "b", 0)]
+
+
+def test_who_is_through_with_a_collective_is_neither_late_nor_missing() -> None:
+    """A root that has sent goes on; the others may be held up inside."""
+    ranks = [Rank(number) for number in range(2)]
+    ranks[0].groups["agree"] = Group((0, 1), host=True).round("broadcast from 0")
+    ranks[1].groups["agree"] = Group((0, 1), host=True).enter("broadcast from 0")
+    (wait,) = waits({rank.rank: rank.snapshot() for rank in ranks})
+    assert (wait.waiting, wait.missing, wait.late) == ((1,), (), ())
