@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 # Before anything imports torch, and for what tests start. The models here are tiny: a second thread only makes the
 # first one wait at a barrier, and where others want the processor too it waits long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in every run: what fails here fails again. More are tried by raising a test's max_examples.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")

@@ -24,9 +24,7 @@ FAULTHANDLER = (
     'Current thread 0x00007f02 (most recent call first):\n  File "/v/site-packages/torch/distributed/'
     'distributed_c10d.py", line 9 in all_reduce\n  File "/app/train.py", line 4 in <module>\n'
 )
-DAMAGE = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+DAMAGE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def ledger(rank: int) -> Any:
