@@ -59,6 +59,7 @@ def flight_finding(dumps: Mapping[int, FlightDump], world: int) -> FlightFinding
         or scene.absent()
         or scene.late()
         or scene.stuck()
+        or scene.timed_out()
     )
     return FlightFinding(cause, scene.healthy_facts() if cause is None else (), scene.pending_s())
 
@@ -80,7 +81,8 @@ class _Scene:
             if sequence is None:
                 continue
             sides = sides_of(party, sequence)
-            complete = not wait.unknown
+            # A log has no history: a rank that left something out looks like one that brought another thing.
+            complete = not (wait.unknown or self._logged(party))
             left = left_out(party, sequence)
             odd = left or off_pattern(party, sequence) or minority(sides)
             left = left or tuple(rank for rank in odd if jumped_ahead(party, rank, sequence))
@@ -244,16 +246,28 @@ class _Scene:
         if not self.found:
             return None
         wait = self.found[0]
+        party = self._party(wait)
         facts = self.wait_facts(wait)
-        if not wait.missing:
+        if not wait.missing and self._logged(party) and party.words != "default_pg":
+            said = (
+                f"of the ranks whose word is here all entered {wait.operation} {wait.sequence}; a log does not say "
+                f"who else is in group {party.words}"
+            )
+            facts.append(Fact(said, self._path(wait.waiting[0])))
+        elif not wait.missing:
             facts.append(
                 Fact(
-                    f"every rank of group {self._party(wait).words} entered {wait.operation} {wait.sequence}, and "
+                    f"every rank of group {party.words} entered {wait.operation} {wait.sequence}, and "
                     "it is not finished: nobody is missing, so who holds it up is not in the recorders",
                     self._path(wait.waiting[0]),
                 )
             )
         return self._hang_in(wait, "unknown", (), facts, "suspected")
+
+    def timed_out(self) -> Cause | None:
+        """A log says that something timed out, and not what."""
+        facts = [Fact(said, dump.path) for dump in self.dumps.values() for said in dump.said]
+        return Cause("hang", "unknown", (), tuple(facts), "suspected", stream="comm") if facts else None
 
     def _hang_in(
         self,
@@ -277,6 +291,9 @@ class _Scene:
             family=wait.operation,
             group=self._party(wait).words,
         )
+
+    def _logged(self, party: Party) -> bool:
+        return any(self.dumps[rank].by_log for rank in party.states)
 
     # Words -----------------------------------------------------------------------------------------------
 
@@ -328,6 +345,8 @@ class _Scene:
         return round(max(open_, default=0.0), 3)
 
     def _since_s(self, entry: FlightEntry | None) -> float:
+        if entry is not None and entry.lasted_s:
+            return entry.lasted_s
         if entry is None or not entry.created_ns or self.newest_ns <= entry.created_ns:
             return 0.0
         return (self.newest_ns - entry.created_ns) / 1e9

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import random
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -146,12 +147,15 @@ def load_file(path: Path) -> None:
     if not path.is_file() or spec is None or spec.loader is None:
         raise FaultError(f"{path}: is no Python file; give one that registers faults (docs/faults.md)")
     before = set(_REGISTERED)
+    module = importlib.util.module_from_spec(spec)
+    # Annotations that are texts (``from __future__ import annotations``) are looked up in the module of that name.
+    sys.modules[spec.name] = module
     try:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(module)
     except Exception as error:
+        del sys.modules[spec.name]
         raise FaultError(f"{path}: {_said(error)}") from error
-    module = f"hangrig_faults_{path.stem}"
-    if not set(_REGISTERED) - before and not any(one.__module__ == module for one in _REGISTERED.values()):
+    if not set(_REGISTERED) - before and not any(one.__module__ == spec.name for one in _REGISTERED.values()):
         raise FaultError(f"{path}: registers no fault; put @register before its class (docs/faults.md)")
 
 

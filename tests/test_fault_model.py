@@ -155,6 +155,27 @@ def test_a_file_of_faults(tmp_path: Path) -> None:
         load_file(path)
 
 
+def test_a_file_may_have_its_annotations_as_texts(tmp_path: Path) -> None:
+    path = tmp_path / "late.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "from typing import ClassVar, Literal\n"
+        "from harness.fault_model import Fault, register\n"
+        "class Mine: pass\n"
+        "@register\n"
+        "class Late(Fault):\n"
+        "    name: Literal['late']\n"
+        "    sites: ClassVar[tuple[str, ...]] = ('rank.step',)\n"
+        "    nth: int = 3\n"
+        "    def act(self, passing, memory): memory['mine'] = Mine()\n"
+    )
+    load_file(path)
+    memory: dict[str, Any] = {}
+    parse({"name": "late", "nth": 4}).act(Passing("rank.step", 0, 0, {}), memory)
+    assert type(memory["mine"]).__name__ == "Mine"
+    load_file(path)  # again in another trial of a warm rank
+
+
 def test_every_standard_fault_and_site_is_documented() -> None:
     for name, fault in registered().items():
         assert fault.__doc__ and fault.__doc__ != Fault.__doc__, name

@@ -289,7 +289,7 @@ def test_decision_files_alone_show_the_first_divergence(tmp_path: Path) -> None:
 
 def test_the_command_prints_one_document_and_says_the_rest_elsewhere(tmp_path: Path) -> None:
     copied(VLLM, tmp_path / "x")
-    (tmp_path / "x" / "nccl_trace_rank_0").write_bytes(b"\x80\x02}q\x00.")
+    (tmp_path / "x" / "nccl_trace_rank_0").write_bytes(b"\x80\x02cposix\nabort\n.")
     done = CliRunner().invoke(app, ["diagnose", str(tmp_path), "--json"])
     document = json.loads(done.stdout)
     assert (done.exit_code, document["schema"], brief(document)[2]) == (1, 1, [1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ FAULTHANDLER = (
 DAMAGE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+TIMED_OUT = (
+    "[rank1]:[E626 16:48:25.44 ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600020 milliseconds\n"
+)
+
+
 def ledger(rank: int) -> Any:
     """A recorded one."""
     return json.loads((LEDGERS / "sglang-dp2-raise-on-idle" / f"rank{rank}.ledger.json").read_text())
@@ -48,7 +55,11 @@ def ledger(rank: int) -> Any:
          "refused dump"),
         ("a.jsonl", b'{"step": 1, "modes": ["decode"]}\n{"step": 2, "modes": ["decode"]}\n', "decisions"),
         ("a.jsonl", b'{"kind": "started", "utc": "x"}\n{"kind": "ended", "utc": "x"}\n', "unknown"),
-        ("a.pickle", b"\x80\x02}q\x00.", "pickle"),
+        ("a.pickle", b"\x80\x02}q\x00.", "unknown"),
+        ("a.pickle", b"\x80\x02cposix\nabort\nq\x00.", "pickle"),
+        ("nccl_trace_rank_0", b"\x80\x02}q\x00(X\x07\x00\x00\x00ver", "damaged"),
+        ("nccl_trace_rank_0", pickle.dumps(Recorder(2).many(2).document(), protocol=2), "flight recorder"),
+        ("server.log", TIMED_OUT.encode(), "torch log"),
         ("a.json", b'{"kind": "hang", "mechanism": "unknown", "culprits": []}', "own record"),
         ("a.json", b"[{", "damaged"),
         ("a.json", b"[]", "damaged"),

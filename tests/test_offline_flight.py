@@ -52,6 +52,8 @@ def settled():
     return max(numbers, default=0) == last and len(open_) == (1 if stuck else 0)
 while not settled() and time.monotonic() < deadline:
     time.sleep(0.05)
+with open(f"{folder}/nccl_trace_rank_{rank}", "wb") as file:  # what torch writes itself at a timeout
+    file.write(torch._C._distributed_c10d._dump_fr_trace())
 text = dump()
 with open(f"{folder}/pending_rank_{rank}", "wb") as file:
     file.write(text if isinstance(text, bytes) else text.encode())
@@ -89,6 +91,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
         made[mode].mkdir()
         for rank in range(3):
             shutil.copy(folder / f"trace_rank_{rank}.json", made[mode])
+            (folder / "pickled").mkdir(exist_ok=True)
+            shutil.copy(folder / f"nccl_trace_rank_{rank}", folder / "pickled")
         return made[mode]
 
     return of
@@ -369,8 +373,20 @@ def test_a_pickle_is_never_loaded_and_said_how_to_convert(tmp_path: Path) -> Non
     (tmp_path / "dumps" / "nccl_trace_rank_0").write_bytes(pickle.dumps(Trap(), protocol=2))
     document, status = ask(tmp_path / "dumps")
     assert (document["culprits"], status) == ([], 3)
+    assert "a pickle of more than plain values, which is not loaded" in lacks(document)
     assert "Convert it" in lacks(document) and "_dump_nccl_trace_json" in lacks(document)
     assert not (tmp_path / "loaded").exists()
+
+
+@pytest.mark.parametrize("mode", ["healthy", "skips", "mixes"])
+def test_what_torch_pickled_says_the_same_as_its_json(recorded: Any, mode: str) -> None:
+    dumps = recorded(mode)
+    document, status = ask(dumps)
+    pickled, same = ask(dumps.parent / "pickled")
+    assert (brief(pickled), same) == (brief(document), status)
+    assert pickled["collective"] == document["collective"]
+    # Only the pickle has the callers' lines.
+    assert mode == "healthy" or "called at" in facts(pickled)
 
 
 def test_a_converted_pickle_has_the_callers_line(tmp_path: Path) -> None:

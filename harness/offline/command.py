@@ -15,8 +15,11 @@ from harness.offline.trial import diagnose_trial, trial_folder
 from harness.offline.verdict import conclude
 
 _EVIDENCE = frozenset(
-    {"stacks", "flight recorder", "ledger", "decisions", "process table", "refused dump", "pickle", "damaged"}
-)
+    {
+        "stacks", "flight recorder", "torch log", "ledger", "decisions", "process table", "refused dump", "pickle",
+        "damaged",
+    }
+)  # fmt: skip
 
 
 def run_diagnose(directory: Path, tell: Callable[[str], None]) -> tuple[dict[str, Any], str, int]:

@@ -1,9 +1,9 @@
 """PyTorch's flight recorder as values: which collectives a rank entered and finished, by process group. Pure.
 
 Read are the JSON dumps of torch 2.4 and later (``_dump_nccl_trace_json``, ``_dump_fr_trace_json``; torch_npu's
-``_dump_hccl_trace_json`` has the same form) and pickled ones that their owner has converted. A dump does not say
-whose it is. Its ring is bounded, so entries may begin late; gloo leaves every entry ``scheduled`` and says only
-``retired`` when it is done (tried with torch 2.13), and records no point-to-point calls.
+``_dump_hccl_trace_json`` has the same form) and the pickles that torch writes itself, of the same fields. A dump
+does not say whose it is. Its ring is bounded, so entries may begin late; gloo leaves every entry ``scheduled`` and
+says only ``retired`` when it is done (tried with torch 2.13), and records no point-to-point calls.
 
 Lenient: an entry that makes no sense is left out and counted. What the dumps of all ranks show together is
 ``harness.diagnosis_flight``.
@@ -40,6 +40,8 @@ class FlightEntry:
     created_ns: int
     site: str
     peers: tuple[int, int] | None = None
+    lasted_s: float = 0.0
+    """For how long it had lasted, where torch's watchdog says so."""
 
     @property
     def elements(self) -> int:
@@ -97,6 +99,10 @@ class FlightDump:
     world: tuple[int, ...]
     newest_ns: int
     dropped: int
+    said: tuple[str, ...] = ()
+    """That some collective timed out, where a log does not say which."""
+    by_log: bool = False
+    """Not a recorder: what torch's watchdog wrote into a log."""
 
 
 def is_flight_recorder(document: object) -> bool:

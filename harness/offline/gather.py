@@ -166,7 +166,10 @@ def _of_ranks(files: Sequence[Recognised], problems: list[tuple[str, str]]) -> l
     """Ledgers and recorders. A copied ledger counts where no snapshot of it is there."""
     found: list[Sighting[Any]] = []
     stored = {file.rank for file in files if file.snapshot is not None and file.path.endswith(".json")}
+    logs: dict[int, FlightDump] = {}
     for file in files:
+        for whose, dump in file.logged.items():
+            logs[whose] = dump if whose not in logs else _fuller(logs[whose], dump)
         if file.snapshot is not None:
             mapped = not file.path.endswith(".json")
             stem = stem_of(file.path)
@@ -184,7 +187,17 @@ def _of_ranks(files: Sequence[Recognised], problems: list[tuple[str, str]]) -> l
         if file.flight.dropped:
             problems.append((file.path, f"{file.flight.dropped} entries could not be read"))
         found.append(Sighting(rank, "flight", file.path, file.flight))
+    # A recorder says all that torch's watchdog writes, and more.
+    recorded = {one.seat for one in found if one.kind == "flight"}
+    found += [
+        Sighting(whose, "flight", dump.path, dump) for whose, dump in logs.items() if whose not in recorded
+    ]
     return found
+
+
+def _fuller(one: FlightDump, other: FlightDump) -> FlightDump:
+    """Of two logs of one rank: a launcher keeps a copy of what its workers write."""
+    return max(one, other, key=lambda dump: sum(len(g.entries) + g.enqueued for g in dump.groups.values()))
 
 
 def _decisions(

@@ -1,7 +1,8 @@
 """What a file is, by its content: whose stacks, recorder, ledger, decisions or process table. Pure.
 
 A name decides nothing here. Files of a known kind that are damaged are told apart from files of no known kind: the
-first are missing evidence, the second are none. Pickles are never loaded: that runs code that is in them.
+first are missing evidence, the second are none. Pickles are never loaded: that runs code that is in them; what
+torch writes holds plain values alone, and those are read (``pickled.py``).
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from harness.ledger_layout import MAGIC, LedgerError
 from harness.ledger_snapshot import Snapshot
 from harness.offline.flight_recorder import FlightDump, is_flight_recorder, parse_flight_recorder
+from harness.offline.pickled import plain_values
+from harness.offline.seating import claim_of_name
 from harness.offline.tables import (
     TableRow,
     is_process_document,
@@ -23,6 +26,7 @@ from harness.offline.tables import (
     read_table,
     stopped_by_refusal,
 )
+from harness.offline.torch_log import parse_torch_log
 from harness.offline.well_formed import decision_well_formed, rank_well_formed, snapshot_well_formed
 from harness.seats import Seat
 from harness.stacks import ProcessStacks, host_first, read_thread
@@ -30,19 +34,20 @@ from harness.stacks_parse import StackParseError, parse_faulthandler, parse_pysp
 
 FileKind: TypeAlias = Literal[
     "stacks", "flight recorder", "ledger", "decisions", "process table", "refused dump", "manifest", "engine",
-    "own record", "pickle", "damaged", "unknown",
+    "own record", "pickle", "torch log", "damaged", "unknown",
 ]  # fmt: skip
 
 CONVERT = (
-    "a pickle, which is not loaded, since loading one runs code that is in it. Convert it where you trust it: "
+    "which is not loaded, since loading one runs code that is in it. Convert it where you trust it: "
     "python -c \"import json, pickle, sys; json.dump(pickle.load(open(sys.argv[1], 'rb')), open(sys.argv[1] + "
     "'.json', 'w'))\" FILE; or dump JSON in the process: torch._C._distributed_c10d._dump_nccl_trace_json() "
     "(gloo: _dump_fr_trace_json(), NPU: torch_npu._C._distributed_c10d._dump_hccl_trace_json())"
 )
 LOOKED_FOR = (
-    "py-spy dumps (`py-spy dump --json --pid PID > rank0.json`, or its text), flight recorders of torch as JSON, "
-    "ledgers (*.ledger, or a trial's or an evidence directory), decision files (*.jsonl), faulthandler dumps, and "
-    "process tables (`ps -eo pid,stat,args > ps.txt`)"
+    "py-spy dumps (`py-spy dump --json --pid PID > rank0.json`, or its text), flight recorders of torch (JSON, or "
+    "as torch writes them), logs in which torch's watchdog wrote of a timeout, ledgers (*.ledger, or a trial's or "
+    "an evidence directory), decision files (*.jsonl), faulthandler dumps, and process tables "
+    "(`ps -eo pid,stat,args > ps.txt`)"
 )
 _DECISION_KEYS = frozenset(
     {"mode_agreed", "modes", "tokens", "mode", "collectives", "retracted", "batch", "padding"}
@@ -82,6 +87,7 @@ class Recognised:
     kind: FileKind
     stacks: tuple[FoundStacks, ...] = ()
     flight: FlightDump | None = None
+    logged: Mapping[int, FlightDump] = field(default_factory=dict)
     snapshot: Snapshot | None = None
     decisions: tuple[Mapping[str, Any], ...] = ()
     table: tuple[TableRow, ...] = ()
@@ -96,7 +102,7 @@ def recognise(path: str, content: bytes) -> Recognised:
     if content.startswith(MAGIC):
         return Recognised(path, "ledger")
     if len(content) > 1 and content[0] == 0x80 and 2 <= content[1] <= 5:
-        return Recognised(path, "pickle", problem=CONVERT)
+        return _pickle(path, content)
     dump = path.rpartition(".")[2].lower() in _DUMP_ENDINGS
     if not content.strip():
         return Recognised(path, "damaged", problem="empty") if dump else Recognised(path, "unknown")
@@ -110,10 +116,32 @@ def recognise(path: str, content: bytes) -> Recognised:
     return _text(path, text)
 
 
+def _pickle(path: str, content: bytes) -> Recognised:
+    """torch's own dump at a timeout."""
+    try:
+        document = plain_values(content)
+    except ValueError as error:
+        if str(error).startswith("it holds more"):
+            return Recognised(path, "pickle", problem=f"a pickle of more than plain values, {CONVERT}")
+        return Recognised(path, "damaged", problem=f"a pickle that is {error}")
+    if is_flight_recorder(document):
+        return _of_document(path, document)
+    return Recognised(path, "unknown")
+
+
 # Text ----------------------------------------------------------------------------------------------------
 
 
 def _text(path: str, text: str) -> Recognised:
+    logged = parse_torch_log(text, path, claim_of_name(path).rank) if "ProcessGroup" in text else {}
+    found = _other_text(path, text)
+    if not logged:
+        return found
+    kind: FileKind = "torch log" if found.kind == "unknown" else found.kind
+    return replace(found, kind=kind, logged=logged)
+
+
+def _other_text(path: str, text: str) -> Recognised:
     found = []
     for title, part in split_pyspy_text(text):
         try:
@@ -150,14 +178,10 @@ def _json(path: str, text: str) -> Recognised:
         return Recognised(path, "damaged", problem=f"damaged or cut short: {error}")
     found = _of_documents(path, documents)
     if error and found.kind not in ("unknown", "damaged"):
-        return Recognised(**{**_fields(found), "problem": found.problem or f"its end is damaged: {error}"})
+        return replace(found, problem=found.problem or f"its end is damaged: {error}")
     if error and found.kind == "unknown":
         return Recognised(path, "damaged", problem=f"damaged or cut short: {error}")
     return found
-
-
-def _fields(found: Recognised) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in Recognised.__dataclass_fields__}
 
 
 def _documents(text: str) -> tuple[list[Any], str]:
