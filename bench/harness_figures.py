@@ -1,29 +1,23 @@
-"""Figures of the harness: what the ledger costs, as a whole and per operation, and how fast stacks are had.
+"""Figures of the ledger: what it costs, as a whole and per operation.
 
-Not here: the engine's own figures (``engine_figures.py``).
+Not here: the engine's own figures (``engine_figures.py``), captures (``capture_figures.py``).
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 from bench.arms import Arm, Plan
-from bench.errors import BenchError
-from bench.figures import Between, Figure, stepped
+from bench.figures import Figure, stepped
 from bench.pair import HeldPair, RankPair
-from bench.ratio import paired_ratio
 from bench.settings import Settings
-from harness.capture import CaptureRank, CaptureRequest, capture, find_py_spy
 from harness.devices.sim_streams import call_site
 from harness.ledger import LedgerReader, LedgerWriter
-from harness.tools import run_tools
 
-_CAPTURE_S = 20.0
 _WARM_STEPS = 4
 _TIMED_STEPS = 40
 LEDGER_ARM = Arm("ledger-on", ledger=True)
@@ -60,40 +54,6 @@ def ledger_operations(held: HeldPair, settings: Settings, step_us: float) -> Fig
         "other work (median); their sum over a step, on all threads, to the step.",
         arms,
         [],
-    )
-
-
-def capture_time(held: HeldPair, settings: Settings) -> Figure:
-    """Everything the harness captures of both ranks, against one py-spy after another."""
-    py_spy = find_py_spy()
-    if py_spy is None:
-        raise BenchError("py-spy is not installed; install it with: pip install py-spy")
-    seconds: dict[str, list[float]] = {"harness.capture": [], "py-spy together": [], "py-spy in turn": []}
-    with tempfile.TemporaryDirectory(prefix="hangrig-bench-") as folder:
-        for turn in range(2 * settings.captures):
-            request = CaptureRequest(
-                held.ranks, Path(folder) / f"{turn}", sample=0, native=True, deadline_s=_CAPTURE_S
-            )
-            ways: list[tuple[str, Callable[[], None]]] = [
-                ("harness.capture", partial(_captured, request)),
-                ("py-spy together", partial(_dumped, py_spy, [held.ranks])),
-                ("py-spy in turn", partial(_dumped, py_spy, [(rank,) for rank in held.ranks])),
-            ]
-            for name, way in ways if turn % 2 == 0 else reversed(ways):
-                began_s = time.monotonic()
-                way()
-                seconds[name].append(time.monotonic() - began_s)
-    base = "py-spy in turn"
-    return Figure(
-        "capture",
-        "Plain and native stacks of 2 ranks that stand still; harness.capture also takes ledgers and syncs "
-        "everything to disk.",
-        {name: {"s": median(values)} for name, values in seconds.items()},
-        [
-            Between(name, base, "s", paired_ratio(values, seconds[base]))
-            for name, values in seconds.items()
-            if name != base
-        ],
     )
 
 
@@ -162,27 +122,3 @@ def _fastest_ns(operation: Callable[[], object], calls: int, batches: int) -> fl
             operation()
         fastest_ns = min(fastest_ns, (time.perf_counter_ns() - began_ns) / calls)
     return fastest_ns
-
-
-# --- captures ------------------------------------------------------------------------------------------------
-
-
-def _captured(request: CaptureRequest) -> None:
-    report = capture(request)
-    if report.missing:
-        raise BenchError(f"the capture lacks {'; '.join(f'{m.what}: {m.why}' for m in report.missing)}")
-
-
-def _dumped(py_spy: Path, turns: Sequence[Sequence[CaptureRank]]) -> None:
-    """Plain, then native dumps; the ranks of one turn at once, one turn after the other."""
-    for options in ([], ["--native"]):
-        for ranks in turns:
-            commands = {
-                rank.rank: [str(py_spy), "dump", "--pid", str(rank.pid), "--json", *options] for rank in ranks
-            }
-            results = run_tools(commands, deadline_s=time.monotonic() + _CAPTURE_S)
-            problems = [
-                f"rank {rank}: {result.problem}" for rank, result in results.items() if result.problem
-            ]
-            if problems:
-                raise BenchError(f"py-spy: {'; '.join(problems)}")
