@@ -16,14 +16,14 @@ from typing import Any
 
 from rich.table import Table
 
-from harness.arms import ArmPlan, TrialPlan, expand, has_all, plan_arms
+from harness.arms import ArmPlan, expand, plan_arms
 from harness.live import LiveView
 from harness.request import BadRequest, RunRequest
 from harness.scenario import ScenarioError, corpus_files, from_record, load
 from harness.scenario_model import Scenario
 from harness.session import Job
 from harness.toggles import gather_facts
-from reports.corpus import Score, score, table
+from reports.corpus import Score, part_of, score, table
 
 DEVICE = "sim"
 _REFRESH_S = 0.5
@@ -140,7 +140,10 @@ def jobs(wish: Wish, chosen: Sequence[Variant]) -> list[tuple[Job, Sequence[ArmP
         if variant.file in rows_alone:
             healthy = 0
         planned = expand(scenario, DEVICE, max(seeds, healthy), wish.seed, facts)
-        trials = [plan for plan in planned if plan.index < (seeds if _is_row(variant, plan) else healthy)]
+        entry = variant.to_json()
+        trials = [
+            plan for plan in planned if plan.index < (seeds if part_of(plan.arm, entry) == "row" else healthy)
+        ]
         found.append((Job(scenario, trials), plan_arms(scenario, DEVICE, facts)))
     return found
 
@@ -155,11 +158,6 @@ def _rows_alone(wish: Wish, chosen: Sequence[Variant]) -> set[str]:
     for one in rows:
         first.setdefault(one.to_json()["id"][0], one.file)
     return {one.file for one in rows} - set(first.values())
-
-
-def _is_row(variant: Variant, plan: TrialPlan) -> bool:
-    entry = variant.scenario.corpus
-    return entry is not None and entry.id is not None and has_all(plan.arm, entry.row.values())
 
 
 def request(

@@ -16,6 +16,7 @@ import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import entry_points
@@ -189,6 +190,7 @@ class Armed:
         self._lock = threading.Lock()
         self._fitting = 0
         chosen = seed if fault.seed is None else fault.seed
+        self._began_s = time.monotonic()
         self._source = random.Random(f"{chosen}/{rank}/{index}/{fault.name}")
 
     def visit(self, passing: Passing) -> None:
@@ -226,6 +228,7 @@ class Armed:
             "index": self._index,
             "rank": passing.rank,
             "step": passing.step,
+            "at_s": round(time.monotonic() - self._began_s, 6),
             "site": passing.site,
             "values": plain,
         }

@@ -80,6 +80,11 @@ class StoredTrial:
         found = {seat: path for folder in folders for seat, path in _seats_in(folder, ".jsonl").items()}
         return {seat: path for seat, path in found.items() if isinstance(seat, int)}
 
+    def fault_acts(self) -> dict[int, tuple[Document, ...]]:
+        """What the faults of a trial did, by rank, as told by the rank; empty where none were asked for."""
+        found = _seats_in(self.path / "faults", ".jsonl")
+        return {seat: _read_lines(path)[0] for seat, path in found.items() if isinstance(seat, int)}
+
     def events(self) -> tuple[tuple[Document, ...], tuple[str, ...]]:
         """The trial's events in order, and what was wrong with the file. Read anew at each call."""
         return _read_lines(self.path / "events.jsonl")

@@ -185,7 +185,7 @@ def _read(path: Path) -> Mapping[str, Any] | None:
 def _score(trial: Mapping[str, Any], diagnosis: Mapping[str, Any] | None, entry: Mapping[str, Any]) -> Score:
     outcome, scenario, name = trial["outcome"], trial["scenario"], trial["id"]
     why = _unknown(trial)
-    part = _part(trial["arm"], entry)
+    part = part_of(trial["arm"], entry)
     if part != "row" or why:
         return Score(name, scenario, part, outcome, why)
     expected = trial["diagnosis_expected"]
@@ -213,7 +213,8 @@ def _score(trial: Mapping[str, Any], diagnosis: Mapping[str, Any] | None, entry:
     )
 
 
-def _part(arm: Mapping[str, str], entry: Mapping[str, Any]) -> str:
+def part_of(arm: Mapping[str, str], entry: Mapping[str, Any]) -> str:
+    """Which part of a corpus an arm plays: ``row``, its healthy ``twin``, or a ``control``."""
     if entry["id"] is None:
         return "control"
     wanted = entry["row"]

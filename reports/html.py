@@ -22,6 +22,7 @@ from reports.charts import Chart, distribution
 from reports.engine import bypassing
 from reports.evidence import group_hangs
 from reports.hang_text import heading
+from reports.injected import Injected, injected
 from reports.known import new_issues, web_address
 from reports.model import Result, TrialResult
 
@@ -62,6 +63,7 @@ def render(result: Result, stored: StoredRun) -> str:
     """The page. Links go to files beside it in the run directory, and only to those that exist."""
     trials = {trial.id: trial for trial in stored.trials}
     groups = group_hangs(trials, result)
+    broken = _broken(stored, result)
     return (
         environment()
         .get_template("report.html.j2")
@@ -71,6 +73,8 @@ def render(result: Result, stored: StoredRun) -> str:
             hangs=groups,
             heading=heading(group.first.trial for group in groups),
             noted=[trial for trial in result.trials if trial.notes],
+            injected=[one for one in broken if one.rows],
+            spared=sum(not one.rows for one in broken),
             checks=[trial for trial in result.trials if _checks_to_show(trial)],
             new_issues=new_issues(result),
             charts=latency_charts(result),
@@ -83,6 +87,13 @@ def render(result: Result, stored: StoredRun) -> str:
             engine_commands=list(dict.fromkeys(t.engine.command for t in result.trials if t.engine)),
         )
     )
+
+
+def _broken(stored: StoredRun, result: Result) -> list[Injected]:
+    """Trials with faults, in the order of the run."""
+    results = {trial.id: trial for trial in result.trials}
+    found = [injected(one, results[one.id]) for one in stored.trials if one.id in results]
+    return [one for one in found if one is not None]
 
 
 def _checks_to_show(trial: TrialResult) -> bool:
