@@ -58,8 +58,8 @@ class Scene:
         return unmoved_s >= self.settings.proof_still_s * self.widening
 
     def standing_still(self) -> dict[int, Snapshot]:
-        """Of ranks that owe something and have not moved for as long as a proof takes; those are out whose streams
-        nobody has looked at, or whose processes do not run."""
+        """Of ranks that owe something and have not moved for as long as a proof takes; those are out whose
+        processes do not run, or whose streams have work left that nobody has looked at lately."""
         return {
             rank: track.snapshot
             for rank, track in sorted(self.tracks.items())
@@ -67,7 +67,7 @@ class Scene:
             and not track.excused
             and track.still_s >= self.settings.proof_still_s
             and track.state in ("running", "sleeping")
-            and not streams_unknown(track.snapshot)
+            and not (has_work(track.snapshot) and streams_unknown(track.snapshot))
         }
 
 

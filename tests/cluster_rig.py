@@ -57,8 +57,9 @@ class Rank:
 
 
 def run_rank(rank: int, world: int, ledger: str, steps: int, then: str) -> str:
-    """``steps`` steps; then "return", "raise", "wait" for ever, "pause" for two seconds and return, or
-    "compute:A,B": until file A is there, ``steps`` steps, and the same with B."""
+    """``steps`` steps; then "return", "raise", "wait" for ever, "meet" all others in a collective that never ends,
+    "pause" for two seconds and return, or "compute:A,B": until file A is there, ``steps`` steps, and the same with
+    B."""
     writer = LedgerWriter.create(Path(ledger), rank=rank, world=world, node="here", device="sim")
     clock = Event()
     for step in range(1, steps + 1):
@@ -66,7 +67,9 @@ def run_rank(rank: int, world: int, ledger: str, steps: int, then: str) -> str:
         clock.wait(STEP_S)
     if then == "raise":
         raise RuntimeError(f"rank {rank} raised on purpose")
-    if then == "wait":
+    if then == "meet":
+        writer.collective_enter(writer.group("agree", range(world)), "all_gather", (5,), "int64")
+    if then in ("wait", "meet"):
         stuck_here()
     if then == "pause":
         clock.wait(2.0)

@@ -53,10 +53,12 @@ class Bench:
     def sleeper(self, **env: str) -> ProcessId:
         return self.process("-c", "import threading; threading.Event().wait(200)", **env)
 
-    def rank(self, number: int, steps: int, then: str) -> WatchedRank:
+    def rank(self, number: int, steps: int, then: str, world: int = 1) -> WatchedRank:
         ledger = self.folder / f"rank{number}.ledger"
         env = {"PYTHONPATH": str(rig.ROOT)}
-        process = self.process(rig.__file__, "rank", str(number), "1", str(ledger), str(steps), then, **env)
+        process = self.process(
+            rig.__file__, "rank", str(number), str(world), str(ledger), str(steps), then, **env
+        )
         return WatchedRank(rank=number, process=process, ledger=ledger, faulthandler=Path(f"{ledger}.stacks"))
 
     def trial(self, *ranks: WatchedRank, settings: WatchdogSettings = rig.QUICK) -> AgentTrial:
@@ -142,6 +144,18 @@ def test_a_rank_that_pauses_and_goes_on_is_slow(bench: Bench) -> None:
     manifest = rig.load(bench.evidence / "manifest.json")
     assert (manifest["reason"], len(manifest["samples"])) == ("slow", 1)
     assert "run_rank" in rig.host_functions(bench.evidence, 0, 0)
+
+
+def test_a_rank_for_whom_all_wait_and_that_does_nothing_needs_no_learned_budget(bench: Bench) -> None:
+    bench.launch()
+    patient = replace(rig.QUICK, startup_s=600.0, ceiling_s=600.0, idle_s=1.0, warm_steps=1000)
+    ranks = [bench.rank(0, 3, "meet", 2), bench.rank(1, 3, "wait", 2)]
+    bench.tell(trial=bench.trial(*ranks, settings=patient))
+    status = bench.until_state("captured")
+    assert (status.reason, status.ranks) == ("stalled", (0, 1))
+    assert "rank 1: nothing moved" in status.proof[0] and "its host sleeps" in status.proof[0]
+    assert "rank 0 in all_gather 1 of group agree, which lacks rank 1" in status.proof[1]
+    assert rig.load(bench.evidence / "manifest.json")["road"] == "budget"
 
 
 def test_of_several_slow_bouts_the_longest_lies_in_front(bench: Bench) -> None:
