@@ -41,6 +41,7 @@ from harness.diagnosis_corruption import after_wrong_copies, copy_facts
 from harness.diagnosis_decisions import divergence, first_departure
 from harness.diagnosis_device import no_room
 from harness.diagnosis_groups import wrong_group
+from harness.diagnosis_hosts import hosts_alone
 from harness.diagnosis_model import (
     Cause,
     Collective,
@@ -105,6 +106,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         or root_cause(case)
         or divergence(case, FOLLOWS_AGREEMENT)
         or _raised_alone(case)
+        or hosts_alone(case)
         or _undecided(case)
     )
     tables = {id(table): tuple(table.values()) for rank in case.views if (table := case.decisions(rank))}
