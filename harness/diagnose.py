@@ -11,8 +11,8 @@ it. Ranks that were suspected and went on are none of these: ``diagnosis_slow.py
    groups were entered in two orders (``diagnosis_order.py``); a collective went to another group
    (``diagnosis_groups.py``);
 4. at some step, however far back, ranks went apart (``diagnosis_decisions.py``); a host left a message out of its
-   round (``diagnosis_control.py``); the ranks brought different things, or wait in a circle
-   (``diagnosis_collectives.py``);
+   round (``diagnosis_control.py``); a rank left the sequence of its steps (``diagnosis_sequence.py``); the ranks
+   brought different things, or wait in a circle (``diagnosis_collectives.py``);
 5. a rank raised of itself; all are in one collective, and kernels stand beside it (``diagnosis_device.py``); a
    rank does something of its own while the others wait for it (``diagnosis_roots.py``);
 6. nothing decides: the facts, and no culprit.
@@ -63,6 +63,7 @@ from harness.diagnosis_order import two_orders, two_streams
 from harness.diagnosis_records import FOLLOWS_AGREEMENT
 from harness.diagnosis_registration import registration_stall
 from harness.diagnosis_roots import root_cause
+from harness.diagnosis_sequence import left_its_sequence
 from harness.diagnosis_service import by_stacks, held_up
 from harness.diagnosis_slow import slow
 from harness.diagnosis_streams import stream_order
@@ -99,6 +100,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         or two_orders(case)
         or first_departure(case)
         or left_out(case)
+        or left_its_sequence(case)
         or mismatch(case)
         or order(case)
         or _faulted(case)
@@ -127,7 +129,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         confidence=cause.confidence,
         signature=cause.signature,
         times=evidence.times,
-        missing_evidence=case.missing(),
+        missing_evidence=(*case.missing(), *cause.missing),
         simulation=evidence.device_is_simulation,
     )
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.diagnosis_case import Case, View
-from harness.diagnosis_model import Cause, Collective, Confidence, Fact, Mismatch, StreamName
+from harness.diagnosis_model import Cause, Collective, Confidence, Fact, Mismatch, Missing, StreamName
 from harness.diagnosis_plans import departed
 from harness.diagnosis_records import FOLLOWS_AGREEMENT, divergence_facts
 from harness.diagnosis_steps import Left, left_the_pattern
@@ -26,6 +26,16 @@ AGREEMENT_GROUPS = ("agree",)
 BEFORE_THE_AGREEMENT = ("schedule", "receive", "cache-sync")
 """Phases of a step that has begun and is not agreed on."""
 REGISTRATION = ("regist", "rendezvous", "symm")
+_WHO_LEFT_THE_ORDER = Missing(
+    "which rank left the order of the others",
+    "no earlier step, record or count of the ranks in the circle tells one from the others",
+)
+_BROUGHT_BEFORE = 3
+"""Collectives that each rank must have brought before what is new to the group names anybody."""
+_WHICH_SIDE = Missing(
+    "which side brought what was due",
+    "as many ranks brought one thing as the other, and no step of that kind, plan or earlier collective tells",
+)
 
 
 def raised(case: Case) -> Cause | None:
@@ -40,6 +50,8 @@ def raised(case: Case) -> Cause | None:
         chosen = first_hand or absent
         ranks = tuple(view.rank for view in chosen)
         decided = case.others_known(ranks)
+        # Without the records of all, ranks may have gone apart before, and this one choked on what that led to.
+        told = all(case.decisions(rank) for rank in case.views)
         facts = [view.raised_fact() for view in chosen]
         facts += wait_facts(case, wait)
         facts += [fact for view in chosen for fact in view.last_words()]
@@ -48,7 +60,7 @@ def raised(case: Case) -> Cause | None:
             mechanism="collective-skipped",
             ranks=ranks if decided else (),
             facts=tuple(facts),
-            confidence="proven" if first_hand and decided else "suspected",
+            confidence=("proven" if told else "supported") if first_hand and decided else "suspected",
             stream="host",
             collective=collective(wait),
             family=wait.operation,
@@ -67,7 +79,9 @@ def mismatch(case: Case) -> Cause | None:
         left = left_the_pattern(case, wait.group, wait.sequence) if complete and not other_plan else ()
         odd = tuple(one.rank for one in left) or (_deviators(case, wait) if complete else ())
         odd = tuple(one.rank for one in other_plan) or odd
-        ranks = (odd or _minority(wait.sides)) if complete else ()
+        new = _never_brought(case, wait) if complete and not odd else ()
+        ranks = (odd or new or _minority(wait.sides)) if complete else ()
+        undecided = len(ranks) == len(wait.waiting)
         skipped = all(one.skipped for one in left) and bool(odd)
         if not left:
             skipped = bool(odd) and all(_jumped_ahead(case.views[rank], wait) for rank in odd)
@@ -83,27 +97,33 @@ def mismatch(case: Case) -> Cause | None:
                 )
                 for rank in odd
             ]
+        facts += [_new_fact(case, wait, rank) for rank in new]
         facts += divergence_facts(case, FOLLOWS_AGREEMENT)
-        certain: Confidence = "proven" if ranks and len(wait.sides) > 1 and not skipped else "supported"
-        sides = tuple(
-            {"ranks": list(s.ranks), "operation": s.operation, "shape": list(s.shape), "dtype": s.dtype}
-            for s in wait.sides
-        )
+        certain: Confidence = "supported" if skipped or new else "proven"
         return Cause(
             kind="hang",
             mechanism="collective-skipped" if skipped else "collective-mismatch",
             ranks=ranks,
             facts=tuple(facts),
-            confidence=certain if ranks else "suspected",
-            stream=_stream_of(case, wait, ranks[0] if ranks else wait.waiting[0]),
-            collective=collective(wait, Mismatch(wait.mismatch_kind(), sides)),
+            confidence=certain if ranks and not undecided else "suspected",
+            stream=stream_of(case, wait, ranks[0] if ranks else wait.waiting[0]),
+            collective=collective(wait, Mismatch(wait.mismatch_kind(), sides_of(wait))),
             family=wait.mismatch_kind(),
             group=wait.group,
+            missing=(_WHICH_SIDE,) if undecided else (),
         )
     return None
 
 
-def _stream_of(case: Case, wait: Wait, rank: int) -> StreamName:
+def sides_of(wait: Wait) -> tuple[Mapping[str, Any], ...]:
+    """What the parties brought, as the diagnosis has it."""
+    return tuple(
+        {"ranks": list(s.ranks), "operation": s.operation, "shape": list(s.shape), "dtype": s.dtype}
+        for s in wait.sides
+    )
+
+
+def stream_of(case: Case, wait: Wait, rank: int) -> StreamName:
     """What carries the collective on that rank: the host, the comm stream, or a replay on compute."""
     snapshot = case.views[rank].snapshot
     state = snapshot.groups.get(wait.group) if snapshot is not None else None
@@ -145,7 +165,7 @@ def order(case: Case) -> Cause | None:
         sorted({link.following for link in links if _skipped_on_the_way(case, link.following, link.wait)})
     )
     complete = case.only_left(circle) and all(case.views[rank].still for rank in circle)
-    crossed = all(link.following in link.wait.late for link in links)
+    crossed = all(link.following in link.wait.late and _enqueued_alike(case, link.wait) for link in links)
     ranks = skipping or tuple(sorted(circle))
     wait = next((link.wait for link in links if link.following in skipping), links[0].wait)
     for rank in sorted(circle):
@@ -156,11 +176,20 @@ def order(case: Case) -> Cause | None:
         ranks=ranks if complete else (),
         facts=tuple(facts),
         confidence=("proven" if crossed else "supported") if complete else "suspected",
-        stream=_stream_of(case, wait, wait.waiting[0]),
+        stream=stream_of(case, wait, wait.waiting[0]),
         collective=collective(wait, None if skipping else _order_sides(links)),
         family=wait.operation,
         group=wait.group,
+        missing=() if skipping else (_WHO_LEFT_THE_ORDER,),
     )
+
+
+def _enqueued_alike(case: Case, wait: Wait) -> bool:
+    """All members have enqueued equally many of the group's collectives: none was left out so far."""
+    states = [
+        s.groups.get(wait.group) for rank in wait.members if (s := case.views[rank].snapshot) is not None
+    ]
+    return len({0 if state is None else state.enqueued for state in states}) == 1
 
 
 def still_waits(case: Case) -> tuple[Wait, ...]:
@@ -253,6 +282,28 @@ def _phase(case: Case, rank: int) -> str:
 # Patterns ------------------------------------------------------------------------------------------------
 
 
+def _never_brought(case: Case, wait: Wait) -> tuple[int, ...]:
+    """Ranks whose type, or whose root, none brought to the group before, while others bring what was."""
+    kind = wait.mismatch_kind()
+    if kind not in ("dtype", "root"):
+        return ()
+    states = [s.groups[wait.group] for s in case.snapshots().values() if wait.group in s.groups]
+    before = [record for state in states for record in state.recent if record.sequence < wait.sequence]
+    known = {record.dtype if kind == "dtype" else record.operation for record in before}
+    brought = {side: side.dtype if kind == "dtype" else side.operation for side in wait.sides}
+    odd = [rank for side, what in brought.items() if what not in known for rank in side.ranks]
+    enough = len(before) >= _BROUGHT_BEFORE * len(wait.waiting)
+    return tuple(sorted(odd)) if enough and len(odd) < len(wait.waiting) else ()
+
+
+def _new_fact(case: Case, wait: Wait, rank: int) -> Fact:
+    side = next(side for side in wait.sides if rank in side.ranks)
+    what = side.dtype if wait.mismatch_kind() == "dtype" else side.operation
+    return Fact(
+        f"rank {rank}: no collective of group {wait.group} before was {what} on any rank", _path(case, rank)
+    )
+
+
 def _minority(sides: tuple[Side, ...]) -> tuple[int, ...]:
     """The smaller parties' ranks; all ranks when the largest two are equally large."""
     if len(sides[0].ranks) == len(sides[1].ranks):
@@ -309,15 +360,15 @@ def _jumped_ahead(view: View, wait: Wait) -> bool:
 def _skipped_on_the_way(case: Case, rank: int, wait: Wait) -> bool:
     """In a circle: did ``rank`` skip the collective, rather than put it after another?
 
-    It did when it never used that group, or when it has no token in this step while others have: the report
-    of every skipped collective so far begins with a rank that is empty.
+    It did when it never used that group, which others did, or when it has no token in this step while others have:
+    the report of every skipped collective so far begins with a rank that is empty.
     """
     snapshot = case.views[rank].snapshot
     if snapshot is None or rank in wait.late:
         return False
     state = snapshot.groups.get(wait.group)
     if state is None or state.completed == 0:
-        return True
+        return wait.sequence > 1
     record: Mapping[str, Any] = case.decisions(rank).get(snapshot.host.step, {})
     tokens, group = record.get("tokens"), record.get("dp", rank)
     return isinstance(tokens, list | tuple) and group < len(tokens) and tokens[group] == 0 and any(tokens)

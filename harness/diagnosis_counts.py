@@ -11,6 +11,7 @@ how many collectives the last recorded one had. Not here: sizes and operations (
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Any, TypeAlias
 from harness.diagnosis_case import Case
 from harness.diagnosis_collectives import AGREEMENT_GROUPS, collective, still_waits, wait_facts
 from harness.diagnosis_model import Cause, Fact, StreamName
+from harness.diagnosis_records import owed_until
 from harness.ledger_snapshot import GroupState
 from harness.livelock import whole
 from harness.waits import Wait, by_host, lists_of_members
@@ -192,9 +194,12 @@ def _uneven_in(case: Case, name: str, tables: Mapping[int, _Table]) -> Uneven | 
         did = {rank: found[first] - found[since] for rank, found in counted.items()}
         usual = history.usual(records[min(records)][since], first - since)
         return Uneven(name, since, first, did, usual, _odd(did, usual))
-    later = {id(column): sorted(step for step in column if step >= since) for column in different}
+    if not whatever and _a_host_is_in(case, name, tables):
+        return None  # it comes in a beat of its own (``diagnosis_control.py``), which steps of one kind do not tell
+    told = sorted({step for column in different for step in column if step >= since})
+    later = {id(column): [step for step in told if step in column] for column in different}
     spans = {
-        rank: _after(case, name, rank, column, records[rank], later[id(column)])
+        rank: _after(case, name, rank, column, records[rank], later[id(column)], told)
         for rank, column in counted.items()
     }
     odd = {
@@ -287,18 +292,30 @@ def _after(
     counts: Mapping[int, int],
     records: Mapping[int, Mapping[str, Any]],
     steps: Sequence[int],
+    told: Sequence[int],
 ) -> list[_Span]:
     """What the rank's own records, and then its ledger, say of the steps that not all ranks have a record of: of
-    ``steps``, the last one of which all have. The control plane is entered before the record of its step, so of it
-    the ledger says nothing more."""
-    spans = [_Span(a, b - a, counts[b] - counts[a], records[a]) for a, b in pairwise(steps)]
+    ``steps``, the first one of which all have. The control plane is entered before the record of its step, so of it
+    the ledger says nothing more.
+
+    ``told`` are the steps of which any rank has a record. One of them in between means that the rank's own was
+    lost: then nobody knows in which step it did what."""
+    spans = [
+        _Span(a, b - a, counts[b] - counts[a], records[a]) for a, b in pairwise(steps) if _next(told, a, b)
+    ]
     view, last = case.views[rank], steps[-1]
     state = view.snapshot.groups.get(name) if view.snapshot is not None else None
     if view.snapshot is None or state is None or not view.still or _of_the_host(name, state):
         return spans
-    if view.snapshot.host.step > last:
+    if view.snapshot.host.step > last and _next(told, last, owed_until(view) + 1):
         spans.append(_Span(last, 1, state.enqueued - counts[last], records[last]))
     return spans
+
+
+def _next(told: Sequence[int], step: int, other: int) -> bool:
+    """No rank has a record of a step between the two."""
+    at = bisect_right(told, step)
+    return at == len(told) or told[at] >= other
 
 
 def _made_up(case: Case, name: str, ranks: Iterable[int]) -> bool:
@@ -309,6 +326,12 @@ def _made_up(case: Case, name: str, ranks: Iterable[int]) -> bool:
     if len(known) < len(snapshots) or len({snapshot.host.step for snapshot in known}) > 1:
         return False
     return len({snapshot.groups[name].enqueued for snapshot in known}) == 1
+
+
+def _a_host_is_in(case: Case, name: str, ranks: Iterable[int]) -> bool:
+    snapshots = (case.views[rank].snapshot for rank in ranks)
+    states = (snapshot.groups.get(name) for snapshot in snapshots if snapshot is not None)
+    return any(_of_the_host(name, state) for state in states if state is not None)
 
 
 def _of_the_host(name: str, state: GroupState) -> bool:

@@ -2,7 +2,8 @@
 
 The ranks that came to it are not to be told from those that never did by who waits: the missing ones had no reason
 to come. What tells is the past: the same operation, of the same shape, was carried out before by just
-these ranks in a narrower group of theirs, and by nobody in the wide one.
+these ranks in a narrower group of theirs, and by nobody in the wide one; or the peers of these ranks wait for them
+in the group where they did it before.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ def wrong_group(case: Case) -> Cause | None:
             continue
         snapshots = case.snapshots()
         brought = _brought(snapshots, wait)
-        if brought is None or _ever_done(snapshots, wait, brought):
+        if brought is None:
             continue
-        narrow = _narrower(snapshots, wait, brought)
+        narrow = _missed_in(case, snapshots, wait, brought)
+        if narrow is None and not _ever_done(snapshots, wait, brought):
+            narrow = _narrower(snapshots, wait, brought)
         if narrow is None:
             continue
         complete = case.others_known(())
@@ -94,6 +97,34 @@ def _narrower(
     return None
 
 
+def _missed_in(
+    case: Case, snapshots: Mapping[int, Snapshot], wait: Wait, brought: CollectiveRecord
+) -> tuple[str, Mapping[int, int]] | None:
+    """A group whose other members wait for just these ranks, in the very operation that they brought here, and in
+    which each of them did it before, as none did here; and how often."""
+    if any(_done(state, brought) for rank in wait.members if (state := _state(snapshots, rank, wait.group))):
+        return None
+    for other in still_waits(case):
+        if other.group == wait.group or other.mismatched or set(other.missing) != set(wait.waiting):
+            continue
+        due = _brought(snapshots, other)
+        times = {
+            rank: _done(s, brought) if (s := _state(snapshots, rank, other.group)) else 0
+            for rank in wait.waiting
+        }
+        if due is not None and _alike(due, brought) and min(times.values()) >= _TIMES_BEFORE:
+            return other.group, times
+    return None
+
+
+def _state(snapshots: Mapping[int, Snapshot], rank: int, name: str) -> GroupState | None:
+    return snapshots[rank].groups.get(name) if rank in snapshots else None
+
+
+def _alike(one: CollectiveRecord, other: CollectiveRecord) -> bool:
+    return (one.operation, one.shape, one.dtype) == (other.operation, other.shape, other.dtype)
+
+
 def _times(snapshots: Mapping[int, Snapshot], name: str, brought: CollectiveRecord) -> int:
     """Over all groups of that name, each counted once."""
     found = {state.ranks: state for snapshot in snapshots.values() if (state := snapshot.groups.get(name))}
@@ -101,8 +132,4 @@ def _times(snapshots: Mapping[int, Snapshot], name: str, brought: CollectiveReco
 
 
 def _done(state: GroupState, brought: CollectiveRecord) -> int:
-    return sum(
-        (record.operation, record.shape, record.dtype) == (brought.operation, brought.shape, brought.dtype)
-        and record.completed_ns is not None
-        for record in state.recent
-    )
+    return sum(_alike(record, brought) and record.completed_ns is not None for record in state.recent)

@@ -236,7 +236,8 @@ class Cause:
     """What one rule concluded. ``family``, ``group`` and ``phase`` go into the signature, their digits left
     out.
 
-    ``ranks`` are the culprits, by seat; the facts are in the order of the argument.
+    ``ranks`` are the culprits, by seat; the facts are in the order of the argument. ``missing``: what would have
+    decided, where several ranks are named because nothing did.
     """
 
     kind: Kind
@@ -250,6 +251,7 @@ class Cause:
     family: str = ""
     group: str = ""
     phase: str = ""
+    missing: tuple[Missing, ...] = ()
 
     @property
     def signature(self) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 from harness.diagnosis_case import Case
 from harness.diagnosis_model import Fact
+from harness.diagnosis_records import lost_after
 from harness.ledger_snapshot import CollectiveRecord
 from harness.livelock import whole
 from harness.waits import GRAPH_PREFIX, Wait, describe, record_at
@@ -70,7 +71,7 @@ def _departed(case: Case, rank: int, wait: Wait) -> Departed | None:
     state = snapshot.groups.get(wait.group) if snapshot is not None else None
     brought = record_at(state, wait.sequence) if state is not None else None
     at = _record_of(case, rank, wait.group, wait.sequence)
-    if brought is None or at is None:
+    if brought is None or at is None or lost_after(case, rank, at[0]):
         return None
     step, record = at
     if _ran_otherwise(record):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.diagnosis_case import Case
+from harness.diagnosis_case import Case, View
 from harness.diagnosis_model import Fact
 
 MUST_AGREE = ("mode_agreed", "modes", "tokens", "passes")
@@ -21,6 +21,8 @@ PEERS_AGREE = ("aborted", "requests", "mode", "batch", "own_tokens", "retracted"
 FOLLOWS_AGREEMENT = ("padding", "bucket", "graph")
 """Fields that follow from it; where only these differ, the collectives of the step tell the story."""
 _AGREED = (*MUST_AGREE, *FOLLOWS_AGREEMENT)
+_BEFORE_THE_RECORD = ("schedule", "receive", "cache-sync", "agree")
+"""Phases of a step that come before its record."""
 _ABSENT = {"passes": 1}
 """What a record says that does not have the field."""
 
@@ -49,6 +51,22 @@ def first_divergence(case: Case, fields: tuple[str, ...]) -> Divergence | None:
 def first_peer_divergence(case: Case) -> Divergence | None:
     """The first step at which ranks of one attention group differ."""
     return _firsts(case).of_peers
+
+
+def lost_after(case: Case, rank: int, step: int) -> bool:
+    """The rank's newest record is that of ``step``, and peers have one of a later step of which it owes one too:
+    what it did since may belong to either."""
+    told = case.once("recorded steps", lambda: {one for other in case.views for one in case.decisions(other)})
+    own, until = case.decisions(rank), owed_until(case.views[rank])
+    return not any(one > step for one in own) and any(step < one <= until for one in told)
+
+
+def owed_until(view: View) -> int:
+    """The newest step of which the rank owes a record, should the ranks have agreed on anything in it; -1 without a
+    ledger."""
+    if view.snapshot is None:
+        return -1
+    return view.snapshot.host.step - (view.snapshot.host.phase in _BEFORE_THE_RECORD)
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from harness.diagnosis_case import Case, View
+from harness.diagnosis_records import lost_after
 from harness.ledger_snapshot import CollectiveRecord
 from harness.livelock import whole
 from harness.waits import describe
@@ -47,7 +48,7 @@ def left_the_pattern(case: Case, group: str, sequence: int | None = None) -> tup
     steps = {
         rank: found
         for rank, view in case.views.items()
-        if (found := _steps(view, group, sequence)) is not None
+        if (found := _steps(view, group, sequence)) is not None and not lost_after(case, rank, found.step)
     }
     patterns = {pattern for known in steps.values() for pattern in known.whole if pattern}
     last = {rank: known for rank, known in steps.items() if known.last}

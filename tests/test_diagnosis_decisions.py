@@ -325,3 +325,23 @@ def test_steps_without_a_record_had_nothing_of_which_less_could_be_done() -> Non
     for rank in ranks:
         rank.groups["experts"] = Group((0, 1)).round(*["all_reduce"] * 4 * (BEGUN - 4))
     assert "left one out" not in facts(told(ranks, found)) and "did more" not in facts(told(ranks, found))
+
+
+# Lost records --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_a_rank_whose_newest_records_are_lost_did_not_do_more(cut: int) -> None:
+    found = records(3, BEGUN - 1, nothing)
+    ranks = standing(3, found)
+    found[cut] = found[cut][:5]
+    ranks[cut].decisions = found[cut]
+    assert verdict(told(ranks, found)) == ("host-blocked", [2])
+
+
+def test_a_rank_that_lost_records_in_between_did_not_do_more() -> None:
+    found = records(2, BEGUN - 1, nothing)
+    ranks = standing(2, found)
+    found[0] = [*found[0][:4], *found[0][7:]]
+    ranks[0].decisions = found[0]
+    assert verdict(told(ranks, found)) == ("host-blocked", [1])

@@ -92,6 +92,54 @@ def test_rows_of_a_group_that_never_fitted_the_counts_name_nobody_by_them() -> N
     assert blamed(found(ranks)) == [0, 1], "both sides are shown, and nobody is chosen"
 
 
+def test_where_nothing_tells_the_sides_apart_it_is_said_what_is_missing() -> None:
+    ranks = stepping(shape=(7, 64))
+    last(ranks, MAX_LEN)
+    for rank in ranks:
+        rank.groups["experts"].enter("all_gather", (1 if rank.rank else 4, 64))
+    diagnosis = found(ranks)
+    assert (diagnosis.confidence, blamed(diagnosis)) == ("suspected", [0, 1])
+    assert [piece.what for piece in diagnosis.missing_evidence] == ["which side brought what was due"]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_collective_whose_step_has_lost_its_record_is_not_held_against_another(culprit: int) -> None:
+    """The step's record, of another plan, is there of one rank only."""
+    ranks = stepping()
+    last(ranks, {**MAX_LEN, "tokens": [9, 1]})
+    for rank in ranks:
+        rank.groups["experts"].enter("all_gather", (2 if rank.rank == culprit else 9, 64))
+    ranks[1 - culprit].decisions.pop()
+    diagnosis = found(ranks)
+    assert f"rank {1 - culprit}: at step 4 the ranks agreed" not in facts(diagnosis)
+    assert blamed(diagnosis) != [1 - culprit]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_type_that_a_group_never_had_names_its_rank_in_a_step_of_a_new_kind(culprit: int) -> None:
+    ranks = stepping()
+    for rank in ranks:
+        rank.decisions.clear()
+        kind = "bfloat16" if rank.rank == culprit else "float32"
+        rank.groups["experts"].enter("all_to_all", (4, 64), kind)
+    diagnosis = found(ranks)
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-mismatch", [culprit])
+    assert diagnosis.confidence == "supported"
+    assert f"rank {culprit}: no collective of group experts before was bfloat16 on any rank" in facts(
+        diagnosis
+    )
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_root_that_a_group_never_had_names_its_rank_one_against_one(culprit: int) -> None:
+    ranks = stepping()
+    for rank in ranks:
+        rank.groups["world"] = Group((0, 1), host=True).round(*["broadcast from 0"] * 3)
+        rank.groups["world"].enter(f"broadcast from {int(rank.rank == culprit)}")
+    diagnosis = found(ranks)
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-mismatch", [culprit])
+
+
 def test_what_a_rank_wrote_down_that_it_ran_is_believed() -> None:
     ranks = stepping(shape=(7, 64))
     last(ranks, MAX_LEN)
@@ -184,6 +232,39 @@ def test_an_operation_that_the_wide_group_did_before_belongs_there() -> None:
         world = Group((0, 1, 2, 3), host=True).round("all_reduce")
         rank.groups["world"] = world.enter("all_reduce") if rank.rank > 1 else world
     assert blamed(found(ranks)) != [2, 3]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_operation_that_peers_await_in_its_own_group_is_in_a_wrong_one(culprit: int) -> None:
+    """The wide group has carried other messages often, and has the same members."""
+    ranks = [Rank(number, 2, step=5) for number in range(2)]
+    for rank in ranks:
+        rank.groups["sync"] = Group((0, 1), host=True).round(*["all_reduce"] * 3)
+        rank.groups["world"] = Group((0, 1), host=True).round(*["broadcast from 0"] * 40)
+        rank.groups["world" if rank.rank == culprit else "sync"].enter("all_reduce")
+    diagnosis = found(ranks)
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-skipped", [culprit])
+    assert diagnosis.collective is not None and diagnosis.collective.mismatch is not None
+    assert diagnosis.collective.mismatch.what == "group"
+
+
+def test_an_operation_that_the_other_group_carried_before_may_belong_there() -> None:
+    ranks = [Rank(number, 2, step=5) for number in range(2)]
+    for rank in ranks:
+        rank.groups["sync"] = Group((0, 1), host=True).round(*["all_reduce"] * 3)
+        rank.groups["world"] = Group((0, 1), host=True).round(*["all_reduce"] * 3)
+        rank.groups["world" if rank.rank else "sync"].enter("all_reduce")
+    assert blamed(found(ranks)) == [0, 1]
+
+
+def test_a_group_that_nobody_used_before_blames_no_peer_for_not_coming() -> None:
+    ranks = [Rank(number, 2, step=5) for number in range(2)]
+    for rank in ranks:
+        rank.groups["sync"] = Group((0, 1), host=True).round("all_reduce")
+    ranks[0].groups["sync"].enter("all_reduce")
+    ranks[1].groups["world"] = Group((0, 1), host=True).enter("all_gather")
+    diagnosis = found(ranks)
+    assert (diagnosis.mechanism, blamed(diagnosis)) == ("collective-order", [0, 1])
 
 
 # Rounds of control messages ------------------------------------------------------------------------------
