@@ -222,7 +222,7 @@ def wait_facts(case: Case, wait: Wait) -> list[Fact]:
     """Who is inside, who never came, and whose ledger would tell more."""
     what = f"{wait.operation} {wait.sequence} of group {wait.group}"
     if wait.operation.startswith(GRAPH_PREFIX):
-        what = f"collective {wait.sequence} of group {wait.group}, part of {wait.operation},"
+        what = f"collective {wait.sequence} of group {wait.group} (part of {wait.operation})"
     facts = [Fact(f"rank {rank} is in {what} and waits", _path(case, rank)) for rank in wait.waiting]
     for rank in wait.missing:
         snapshot = case.views[rank].snapshot

@@ -45,13 +45,16 @@ class FlightFinding:
     pending_s: float
 
 
-def flight_finding(dumps: Mapping[int, FlightDump], world: int) -> FlightFinding:
-    """``dumps`` by rank. ``world``: how many ranks there are at least, by whatever else is known."""
+def flight_finding(
+    dumps: Mapping[int, FlightDump], world: int, unreadable: frozenset[int] = frozenset()
+) -> FlightFinding:
+    """``dumps`` by rank. ``world``: how many ranks there are at least, by whatever else is known. ``unreadable``:
+    ranks whose dump is there and damaged; that they have none says nothing of them."""
     parties = parties_of(dumps, world)
     found = tuple(wait for party in parties if (wait := wait_of(party, dumps)) is not None)
     calls = calls_of(parties, dumps)
     newest_ns = max((dump.newest_ns for dump in dumps.values()), default=0)
-    scene = _Scene(dumps, parties, found, calls, newest_ns)
+    scene = _Scene(dumps, parties, found, calls, newest_ns, unreadable)
     cause = (
         scene.mismatch()
         or scene.order()
@@ -71,6 +74,7 @@ class _Scene:
     found: tuple[Wait, ...]
     calls: tuple[Call, ...]
     newest_ns: int
+    unreadable: frozenset[int]
 
     # Rules -----------------------------------------------------------------------------------------------
 
@@ -210,7 +214,8 @@ class _Scene:
         if lost is None:
             return self._absent_peer()
         facts = self.wait_facts(lost)
-        return self._hang_in(lost, "unknown", lost.unknown, facts, "suspected")
+        ranks = tuple(rank for rank in lost.unknown if rank not in self.unreadable)
+        return self._hang_in(lost, "unknown", ranks, facts, "suspected")
 
     def _absent_peer(self) -> Cause | None:
         call = next((call for call in self.calls if not call.known), None)
@@ -220,10 +225,10 @@ class _Scene:
         return Cause(
             kind="hang",
             mechanism="unknown",
-            ranks=(call.peer,),
+            ranks=() if call.peer in self.unreadable else (call.peer,),
             facts=(
                 Fact(f"rank {call.rank} is in {what}, with rank {call.peer}", self._path(call.rank)),
-                Fact(f"no dump from rank {call.peer}", ""),
+                Fact(self._no_dump(call.peer), ""),
             ),
             confidence="suspected",
             stream="comm",
@@ -292,6 +297,10 @@ class _Scene:
             group=self._party(wait).words,
         )
 
+    def _no_dump(self, rank: int) -> str:
+        found = f"no dump from rank {rank}"
+        return f"{found} that can be read" if rank in self.unreadable else found
+
     def _logged(self, party: Party) -> bool:
         return any(self.dumps[rank].by_log for rank in party.states)
 
@@ -320,7 +329,7 @@ class _Scene:
             for rank in wait.late
         ]
         facts += [
-            Fact(f"no dump from rank {rank}, a member of group {party.words}", "") for rank in wait.unknown
+            Fact(f"{self._no_dump(rank)}, a member of group {party.words}", "") for rank in wait.unknown
         ]
         return facts
 

@@ -389,6 +389,20 @@ def test_what_torch_pickled_says_the_same_as_its_json(recorded: Any, mode: str) 
     assert mode == "healthy" or "called at" in facts(pickled)
 
 
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_rank_whose_dump_is_damaged_is_not_blamed_for_giving_none(tmp_path: Path, cut: bool) -> None:
+    made = [Recorder(2).many(5) for _ in range(2)]
+    made[0].call(state="started").write(tmp_path / "rank_0.json")
+    if cut:
+        (tmp_path / "rank_1.json").write_text(json.dumps(made[1].document())[:900])
+    document, status = ask(tmp_path)
+    blamed = [] if cut else [1]
+    assert ([culprit["rank"] for culprit in document["culprits"]], status) == (blamed, 3 if cut else 1)
+    assert ("no dump from rank 1 that can be read" in facts(document)) is cut
+    assert ("rank_1.json: damaged or cut short" in lacks(document)) is cut
+    assert "diagnose it again" in document["next"][0]
+
+
 def test_a_converted_pickle_has_the_callers_line(tmp_path: Path) -> None:
     made = [Recorder(2).many(2) for _ in range(2)]
     made[0].call(state="started")

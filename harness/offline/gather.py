@@ -92,6 +92,8 @@ class Gathered:
     reason: str
     went_on: tuple[Seat, ...] | None
     times: Mapping[str, float]
+    unreadable: frozenset[int]
+    """Ranks of which there is a recorder that could not be read: no sign that they gave none."""
     problems: tuple[tuple[str, str], ...]
     ignored: tuple[str, ...]
 
@@ -146,6 +148,7 @@ def gather(files: Sequence[Recognised]) -> Gathered:
         reason=str(manifest.get("reason") or ""),
         went_on=_went_on(manifest, processes),
         times=_times(manifest.get("times")),
+        unreadable=_unreadable(files),
         problems=tuple(problems),
         ignored=tuple(file.path for file in files if file.kind == "unknown"),
     )
@@ -198,6 +201,12 @@ def _of_ranks(files: Sequence[Recognised], problems: list[tuple[str, str]]) -> l
 def _fuller(one: FlightDump, other: FlightDump) -> FlightDump:
     """Of two logs of one rank: a launcher keeps a copy of what its workers write."""
     return max(one, other, key=lambda dump: sum(len(g.entries) + g.enqueued for g in dump.groups.values()))
+
+
+def _unreadable(files: Sequence[Recognised]) -> frozenset[int]:
+    """By the names of damaged files and of pickles that were not loaded."""
+    lost = (rank_of_name(file.path) for file in files if file.kind in ("damaged", "pickle"))
+    return frozenset(rank for rank in lost if rank is not None)
 
 
 def _decisions(
@@ -384,5 +393,6 @@ def _one_server(dumped: Sequence[Sighting[Any]]) -> None:
                     continue
                 raise DumpsError(
                     f"dumps of several servers: {first or '.'} and {second or '.'} have the same ranks and other "
-                    "processes; give one of these directories"
+                    "processes; give one of these directories, or, of nodes of one server, name the files by the "
+                    "ranks that they have in all of it"
                 )

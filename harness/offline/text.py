@@ -89,7 +89,14 @@ def text(answer: Answer) -> str:
 def next_steps(answer: Answer) -> tuple[str, ...]:
     """What to do, most useful first."""
     if answer.verdict == "not healthy":
-        return steps_for(answer.diagnosis)
+        steps = steps_for(answer.diagnosis)
+        known = any(seat.after is not None or seat.pid for seat in answer.seats)
+        if answer.seats and not known and answer.diagnosis.mechanism not in ("rank-dead", "rank-stopped"):
+            return (
+                "take the stacks of every rank (above) into the same directory, and diagnose it again",
+                *steps[-1:],
+            )
+        return steps
     if answer.verdict == "healthy":
         return ("nothing, as far as these dumps go",)
     pids = [str(seat.pid) for seat in answer.seats if seat.pid]

@@ -48,7 +48,7 @@ def conclude(gathered: Gathered) -> Conclusion:
     seats = seat_stacks(gathered)
     flights = _flights(gathered, last=True)
     world = max([-1, *gathered.expected]) + 1
-    finding = flight_finding(flights, world) if flights else None
+    finding = flight_finding(flights, world, gathered.unreadable) if flights else None
     stalled = finding is not None and (finding.pending_s >= _LONG_S or _same_wait(gathered, finding, world))
     cause, opinion = None, None
     ledgers = by_ledgers(gathered)
