@@ -37,7 +37,7 @@ def children(tmp_path: Path) -> Iterator[Children]:
 
 def take(tmp_path: Path, *children: Child, **more: object) -> CaptureReport:
     request = CaptureRequest(
-        ranks=tuple(child.target for child in children), out=tmp_path / "evidence", sample=0, deadline_s=20.0
+        ranks=tuple(child.target for child in children), out=tmp_path / "evidence", sample=0, deadline_s=60.0
     )
     return capture(replace(request, **more))  # type: ignore[arg-type]
 

@@ -68,7 +68,7 @@ class Programs:
         return CaptureRank(rank, process.pid, ticks, faulthandler_path=fault)
 
     def take(self, *ranks: CaptureRank, **more: object) -> CaptureReport:
-        request = CaptureRequest(ranks=ranks, out=self.folder / "evidence", sample=0, deadline_s=20.0)
+        request = CaptureRequest(ranks=ranks, out=self.folder / "evidence", sample=0, deadline_s=60.0)
         return capture(replace(request, **more))  # type: ignore[arg-type]
 
 
@@ -202,7 +202,7 @@ def test_a_py_spy_that_hangs_on_a_target_that_was_stopped_meanwhile_gets_a_secon
         "if '--nonblocking' not in sys.argv:\n    os.kill(pid, signal.SIGSTOP)\n    sys.exit('it was stopped')\n"
         f"os.execv({tool!r}, [{tool!r}, *sys.argv[1:]])",
     )
-    report = programs.take(rank, py_spy=py_spy, deadline_s=10.0)
+    report = programs.take(rank, py_spy=py_spy)
     assert report.stacks[0].source == "py-spy" and report.missing == ()
 
 
