@@ -161,9 +161,11 @@ def order(case: Case) -> Cause | None:
                 _path(case, link.rank),
             )
         )
-    skipping = tuple(
+    behind = [rank for rank in drifted(case) if any(_lacks_in_agreement(link, rank) for link in links)]
+    skipping = tuple(behind) or tuple(
         sorted({link.following for link in links if _skipped_on_the_way(case, link.following, link.wait)})
     )
+    facts += [drift_fact(case, rank) for rank in behind]
     complete = case.only_left(circle) and all(case.views[rank].still for rank in circle)
     crossed = all(link.following in link.wait.late and _enqueued_alike(case, link.wait) for link in links)
     ranks = skipping or tuple(sorted(circle))
@@ -182,6 +184,10 @@ def order(case: Case) -> Cause | None:
         group=wait.group,
         missing=() if skipping else (_WHO_LEFT_THE_ORDER,),
     )
+
+
+def _lacks_in_agreement(link: Link, rank: int) -> bool:
+    return link.wait.group in AGREEMENT_GROUPS and link.following == rank and rank in link.wait.missing
 
 
 def _enqueued_alike(case: Case, wait: Wait) -> bool:

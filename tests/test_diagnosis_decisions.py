@@ -345,3 +345,43 @@ def test_a_rank_that_lost_records_in_between_did_not_do_more() -> None:
     found[0] = [*found[0][:4], *found[0][7:]]
     ranks[0].decisions = found[0]
     assert verdict(told(ranks, found)) == ("host-blocked", [1])
+
+
+@pytest.mark.parametrize("skipper", [0, 1])
+def test_agreements_fewer_than_steps_tell_who_left_one_out_where_the_records_of_then_are_gone(
+    skipper: int,
+) -> None:
+    """One rank is in the question after its step, its peer still in the agreement of it. Neither ring reaches
+    back to when their counts were equal."""
+    ranks = [Rank(number, 2, step=1000, phase="agree") for number in range(2)]
+    for rank in ranks:
+        behind = int(rank.rank == skipper)
+        rank.groups["agree"] = Group((0, 1), host=True).round(*["all_gather"] * (999))
+        rank.decisions = [
+            {"step": step, "tokens": [0, 0], "collectives": {"agree": step - behind}} for step in (976, 992)
+        ]
+        if behind:
+            rank.phase = "sync"
+            rank.groups["sync"] = Group((0, 1), host=True).enter("all_reduce")
+        else:
+            rank.groups["agree"].enter("all_gather")
+    found = diagnose(evidence(ranks))
+    assert (found.mechanism, found.confidence, blamed(found)) == (
+        "collective-skipped",
+        "supported",
+        [skipper],
+    )
+    assert found.collective is not None and found.collective.group == "agree"
+    assert f"rank {skipper} has begun 1 steps more than it entered agreements" in facts(found)
+
+
+def test_a_rank_that_has_not_come_to_the_agreement_of_its_step_skipped_none() -> None:
+    ranks = [Rank(number, 2, step=1000, phase="agree") for number in range(2)]
+    for rank in ranks:
+        rank.groups["agree"] = Group((0, 1), host=True).round(*["all_gather"] * 999)
+    ranks[0].groups["agree"].enter("all_gather")
+    ranks[1].phase = "cache-sync"
+    ranks[1].groups["cache"] = Group((0, 1), host=True).enter("all_reduce")
+    found = diagnose(evidence(ranks))
+    assert "entered agreements" not in facts(found)
+    assert blamed(found) == [0, 1]
