@@ -90,9 +90,11 @@ class Missing:
 
     what: str
     why: str
+    impossible: bool = False
+    """Nothing could have had it: of a process that is gone, or native stacks of one that is stopped."""
 
-    def to_json(self) -> dict[str, str]:
-        return {"what": self.what, "why": self.why}
+    def to_json(self) -> dict[str, str | bool]:
+        return {"what": self.what, "why": self.why, "impossible": self.impossible}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +181,8 @@ class _Capture:
             children_cpu_s=self.children_cpu_s,
         )
 
-    def _lack(self, what: str, why: str) -> None:
-        self.missing.append(Missing(what, why))
+    def _lack(self, what: str, why: str, impossible: bool = False) -> None:
+        self.missing.append(Missing(what, why, impossible))
 
     # --- ledgers and logs
 

@@ -314,12 +314,9 @@ class Case:
                 found = sample.ranks.get(rank, RankEvidence())
                 for name, piece in (("ledger", found.snapshot), ("stacks", found.stacks)):
                     if piece is None:
-                        why = (
-                            "the process is gone"
-                            if _condition(found.state) == "dead"
-                            else "not in the capture"
-                        )
-                        pieces.append(Missing(f"{folder}/{name}/rank{rank}.json", why))
+                        gone = _condition(found.state) == "dead"
+                        why = "the process is gone" if gone else "not in the capture"
+                        pieces.append(Missing(f"{folder}/{name}/rank{rank}.json", why, gone))
                 if found.state is None:
                     pieces.append(Missing(f"{folder}/processes.json: rank {rank}", "not in the capture"))
         return fold_missing(pieces)

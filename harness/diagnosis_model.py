@@ -94,6 +94,8 @@ class Missing:
 
     what: str
     why: str
+    impossible: bool = False
+    """Nothing could have had it: its process was gone, or stopped, which no native dump can be taken of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,21 +124,22 @@ def _span(values: Iterable[str]) -> str:
 
 def fold_missing(pieces: Sequence[Missing]) -> tuple[Missing, ...]:
     """Each piece once; the same file of nine ranks or more, missing for the same reason, as one piece."""
-    reasons: dict[str, str] = {}
+    first: dict[str, Missing] = {}
     for piece in pieces:
-        reasons.setdefault(piece.what, piece.why)
-    alike: dict[tuple[str, ...], list[tuple[str, int]]] = {}
-    for what, why in reasons.items():
+        first.setdefault(piece.what, piece)
+    alike: dict[tuple[str, str, str, bool], list[tuple[str, int]]] = {}
+    for what, piece in first.items():
         of = _OF_A_FILE.fullmatch(what)
         if of is not None:
             before, rank, after = of[1] or of[4], int(of[2] or of[5]), of[3] or ""
-            alike.setdefault((before, after, why), []).append((what, rank))
+            key = (before, after, piece.why, piece.impossible)
+            alike.setdefault(key, []).append((what, rank))
     instead: dict[str, Missing | None] = {}
-    for (before, after, why), found in alike.items():
+    for (before, after, why, impossible), found in alike.items():
         if len(found) >= MANY:
             instead.update((what, None) for what, _ in found)
             ranks = numbers_words(rank for _, rank in found)
             whole = f"{before}*{after} of ranks {ranks}" if after else f"{before.removesuffix(' ')}s {ranks}"
-            instead[found[0][0]] = Missing(whole, why)
-    told = (instead.get(what, Missing(what, why)) for what, why in reasons.items())
+            instead[found[0][0]] = Missing(whole, why, impossible)
+    told = (instead.get(what, piece) for what, piece in first.items())
     return tuple(one for one in told if one is not None)

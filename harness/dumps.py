@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from harness.faultdump import THREADS_SHOWN, DumpRequest, ask_for_dumps
 from harness.process_control import ProcessId, read_stat
@@ -43,14 +44,21 @@ class DumpTarget:
     fault_file: Path | None
 
 
+class Lack(Protocol):
+    """Takes note of a piece that could not be had. ``impossible``: by nothing, for its process was gone, or
+    stopped, which native stacks cannot be taken of."""
+
+    def __call__(self, what: str, why: str, impossible: bool = False, /) -> None: ...
+
+
 @dataclass(slots=True)
 class StackDumps:
-    """``lack(what, why)`` is told of every piece that could not be had."""
+    """``lack`` is told of every piece that could not be had."""
 
     targets: tuple[DumpTarget, ...]
     py_spy: Path | None
     deadline_s: float
-    lack: Callable[[str, str], None]
+    lack: Lack
     started_s: float = field(default_factory=time.monotonic)
     stacks: dict[DumpTarget, ProcessStacks] = field(default_factory=dict)
     native: dict[DumpTarget, ProcessStacks] = field(default_factory=dict)
@@ -74,7 +82,7 @@ class StackDumps:
             if entry.alive:
                 living.append(target)
             else:
-                self.lack(f"stacks of {target.name}", _gone(entry))
+                self.lack(f"stacks of {target.name}", _gone(entry), True)
         if self.py_spy is None:
             return dict.fromkeys(living, "py-spy is not installed here; install it with: pip install py-spy")
         failed: dict[DumpTarget, str] = {}
@@ -113,10 +121,11 @@ class StackDumps:
             plain = self.stacks.get(target)
             now = _look(target)
             if not entry.alive or not now.alive:
-                self.lack(what, _gone(now))
+                self.lack(what, _gone(now), True)
             elif self._cannot_be_suspended(target):
                 pid = target.process.pid
-                self.lack(what, f"process {pid} is in state {now.state}; py-spy would have to suspend it")
+                why = f"process {pid} is in state {now.state}; py-spy would have to suspend it"
+                self.lack(what, why, True)
             elif self.py_spy is None or plain is None or plain.source != "py-spy":
                 self.lack(what, "py-spy could not dump this process at all")
             elif left_s < _NATIVE_NEEDS_S:
@@ -126,7 +135,7 @@ class StackDumps:
         for target, result in self._run(commands, self._share_s(1.0)).items():
             problem = self._parse(target, result, native=True)
             if problem is not None:
-                self.lack(f"native stacks of {target.name}", f"py-spy: {problem}")
+                self.lack(f"native stacks of {target.name}", f"py-spy: {problem}", not _look(target).alive)
 
     # --- leaving nobody stopped
 
@@ -190,7 +199,7 @@ class StackDumps:
         A forked child writes into its rank's file, so no file is asked for twice at a time.
         """
         for target, why in failed.items():
-            self.lack(f"py-spy stacks of {target.name}", why)
+            self.lack(f"py-spy stacks of {target.name}", why, not _look(target).alive)
         waiting = list(failed)
         while waiting:
             asked: dict[Path | None, DumpTarget] = {}
@@ -202,7 +211,8 @@ class StackDumps:
             answers = ask_for_dumps(requests, deadline_s=self._share_s(_FALLBACK_SHARE))
             for target, answer in answers.items():
                 if isinstance(answer, str):
-                    self.lack(f"stacks of {target.name}", f"faulthandler: {answer}")
+                    gone = not _look(target).alive
+                    self.lack(f"stacks of {target.name}", f"faulthandler: {answer}", gone)
                 else:
                     self.stacks[target] = answer
                     if len(answer.threads) >= THREADS_SHOWN:

@@ -273,7 +273,10 @@ def evidence_of(stored: StoredTrial, history: Document, context: TrialContext) -
     finished = bool(history.get("finished"))
     done = set() if finished else {int(rank) for rank in history.get("done", [])}
     taken = {entry["index"]: entry["taken_s"] for entry in manifest.get("samples", [])}
-    missing = [Missing(entry["what"], entry["why"]) for entry in manifest.get("missing", [])]
+    missing = [
+        Missing(entry["what"], entry["why"], bool(entry.get("impossible")))
+        for entry in manifest.get("missing", [])
+    ]
     # trial.json is what this is about to make.
     damaged = [problem for problem in stored.problems if not problem.startswith("trial.json")]
     missing += [Missing("stored files", problem) for problem in damaged]

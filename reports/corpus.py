@@ -25,11 +25,10 @@ from rich.text import Text
 from harness.checkers import HANGS
 from harness.store import StoredRun, read_run, write_bytes, write_json
 from reports.statistics import Rate, rate
-from reports.words import interval, k_of_n
+from reports.words import interval, k_of_n, listing
 
 _FOUND = (*HANGS, "slow", "corrupt")
 _ALARMS = (*HANGS, "corrupt")
-_GONE = "the process is gone"
 _COLUMNS = ("detected", "kind", "mechanism", "culprit", "evidence")
 _HEAD = ("row", "scenario", "ranks", *_COLUMNS, "confirmed (median)", "false alarms")
 
@@ -197,7 +196,7 @@ def _score(trial: Mapping[str, Any], diagnosis: Mapping[str, Any] | None, entry:
     culprit = culprits == expected.get("culprits")
     detected = outcome in _FOUND and diagnosis is not None
     told = f"{outcome}: {said.get('kind')}, {said.get('mechanism')}, ranks {culprits}"
-    missing = [one for one in said.get("missing_evidence", ()) if one["why"] != _GONE]
+    missing = [one for one in said.get("missing_evidence", ()) if not one.get("impossible")]
     return Score(
         name,
         scenario,
@@ -346,7 +345,8 @@ def _total_lines(corpus: Corpus) -> list[str]:
             lines.append(f"false alarm: {one.trial}: {one.outcome}")
         elif one.unknown:
             lines.append(f"unknown: {one.trial}: {one.unknown}")
-    lines += [f"never run: {name}" for name in corpus.never_run]
+    if corpus.never_run:
+        lines.append(f"{len(corpus.never_run)} never run: {listing(list(corpus.never_run), 8)}")
     if corpus.error is not None:
         lines.append(f"an error of hangrig's own: {corpus.error}")
     lines.append("A simulation: it says nothing about hardware.")

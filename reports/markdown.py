@@ -15,6 +15,8 @@ from reports.model import ArmResult, Recognition, Result
 
 _BARE_PIPE = re.compile(r"(?<!\\)\|")
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|#~])")
+_NAMED = 8
+"""Trials that never ran are named up to so many."""
 
 
 def escape(text: str) -> str:
@@ -69,7 +71,9 @@ def render(result: Result) -> str:
             "",
         ]
     if result.never_run:
-        lines += ["## Planned, never run", "", *(f"- {code(trial)}" for trial in result.never_run), ""]
+        lines += ["## Planned, never run", "", *(f"- {code(trial)}" for trial in result.never_run[:_NAMED])]
+        more = len(result.never_run) - _NAMED
+        lines += [*([f"- and {more} more, in `report.json`"] if more > 0 else []), ""]
     if result.problems:
         lines += [
             "## What went wrong with the run itself",

@@ -107,6 +107,7 @@ def test_a_stopped_rank_is_dumped_without_suspending_it_and_stays_stopped(
     assert host is not None and "stand_before_a_peer" in [frame.name for frame in host.frames]
     assert list(lacks(report)) == ["native stacks of rank 1"]
     assert "state T" in lacks(report)["native stacks of rank 1"]
+    assert [missing.impossible for missing in report.missing] == [True]
     assert stopped.state() == "T"
     well.until("S")
 

@@ -123,7 +123,7 @@ def test_what_is_not_right_costs_its_status(
 
 def test_a_missing_piece_of_evidence_is_counted_and_a_dead_process_is_none(tmp_path: Path) -> None:
     lack = {"what": "evidence/sample-0/stacks/rank1.json", "why": "py-spy was refused"}
-    gone = {"what": "evidence/sample-0/stacks/rank1.json", "why": "the process is gone"}
+    gone = {"what": "evidence/sample-0/stacks/rank1.json", "why": "the process is gone", "impossible": True}
     found = scored(
         tmp_path,
         {"diagnosis": {**RIGHT, "missing_evidence": [lack]}},

@@ -709,7 +709,7 @@ def test_the_document_has_every_field_of_the_contract() -> None:
     assert document["culprits"] == [
         {"rank": 1, "role": "rank", "node": "node-a", "pid": 1001, "device": "sim"}
     ]
-    assert document["missing_evidence"] == [{"what": "npu-smi", "why": "no such tool"}]
+    assert document["missing_evidence"] == [{"what": "npu-smi", "why": "no such tool", "impossible": False}]
     assert (document["last_progress_s"], document["captured_s"]) == (1.0, 3.4)
     paths = {fact["evidence"] for fact in document["proof"]}
     assert "evidence/sample-1/ledger/rank1.json" in paths

@@ -314,7 +314,9 @@ def test_without_evidence_nothing_is_known(trial: TrialStore) -> None:
     assert "left no evidence" in reason(found, "hang")
     told = diagnosis(trial)
     assert (told["kind"], told["culprits"], told["proof"]) == ("none", [], [])
-    assert told["missing_evidence"] == [{"what": "a capture", "why": reason(found, "hang")}]
+    assert told["missing_evidence"] == [
+        {"what": "a capture", "why": reason(found, "hang"), "impossible": False}
+    ]
 
 
 def test_ranks_that_move_are_no_hang_and_no_success(trial: TrialStore) -> None:

@@ -10,6 +10,7 @@ import pytest
 from run_fixture import ARMS, SCENARIO, RunBuilder, d1_run
 
 from harness.store import read_run
+from reports import markdown
 from reports.diagnosis import read_diagnosis
 from reports.model import Check, Expectation, Result, TrialResult, Verdict
 from reports.result import build
@@ -174,6 +175,15 @@ def test_planned_trials_that_never_ran_are_listed_and_make_the_run_unknown(tmp_p
     assert result.never_run == ("pinned=pageable-s1", "pinned=pageable-s2")
     assert (result.verdict, result.exit) == ("unknown", 3)
     assert "2 planned trials never ran" in result.headline
+
+
+def test_of_many_trials_that_never_ran_some_are_named_and_all_counted(tmp_path: Path) -> None:
+    planned = [{"id": f"s{seed}", "scenario": SCENARIO, "arm": ARMS[0]} for seed in range(11)]
+    builder = RunBuilder(tmp_path, planned=planned)
+    builder.trial(ARMS[0], 0)
+    said = markdown.render(built(builder.finish()))
+    assert [f"`s{seed}`" in said for seed in range(11)] == [True] * 8 + [False] * 3
+    assert "and 3 more, in `report.json`" in said
 
 
 def test_an_arm_without_a_single_trial_is_unknown(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def _as_stored(document: Mapping[str, Any], *, simulation: bool) -> Diagnosis:
         Fact(str(one.get("fact", "")), str(one.get("evidence", ""))) for one in _rows(document, "proof")
     )
     lacks = tuple(
-        Missing(str(one.get("what", "")), str(one.get("why", "")))
+        Missing(str(one.get("what", "")), str(one.get("why", "")), bool(one.get("impossible")))
         for one in _rows(document, "missing_evidence")
     )
     culprits = tuple(
