@@ -39,7 +39,7 @@ class Settings:
     """Diagnoses of each. Even."""
     disk_worlds: tuple[int, ...] = (16, 256, 1024)
     """Ranks in evidence that is read from disk."""
-    hang_seeds: int = 16
+    hang_seeds: int = 12
     """Trials with jitter, and as many without, in search of a hang."""
 
     def __post_init__(self) -> None:
