@@ -47,14 +47,16 @@ def blocked(
     *,
     ended: Collection[int] = (),
     assumed: Collection[int] = (),
+    frozen: Collection[int] = (),
 ) -> Blocked | None:
     """``snapshots``: of the ranks that stand still; all others may move. ``found``: the waits of all ranks.
     ``ended``: ranks whose task is over, which bring nothing more. ``assumed``: those whose hosts are taken to
-    stand, to see who else stands then.
+    stand, to see who else stands then; of these ``frozen`` bring nothing to any collective either, whatever their
+    ledgers say.
 
     None where no collective is left that lacks a member.
     """
-    graph = _Graph(snapshots, tuple(found), frozenset(ended), frozenset(assumed))
+    graph = _Graph(snapshots, tuple(found), frozenset(ended), frozenset(assumed), frozenset(frozen))
     graph.settle()
     return graph.result()
 
@@ -66,11 +68,13 @@ class _Graph:
         found: tuple[Wait, ...],
         ended: frozenset[int],
         assumed: frozenset[int],
+        frozen: frozenset[int],
     ) -> None:
         self._snapshots = snapshots
         self._found = found
         self._ended = ended
         self._assumed = assumed
+        self._frozen = frozen
         self._hosts = set(snapshots) | ended | assumed
         self._streams = {(rank, name) for rank, snapshot in snapshots.items() for name in _busy(snapshot)}
         self._waits = set(range(len(found)))
@@ -99,6 +103,8 @@ class _Graph:
 
     def _lacks(self, wait: Wait) -> bool:
         """A member is not in it and does not come."""
+        if self._frozen and not self._frozen.isdisjoint((*wait.waiting, *wait.missing, *wait.late)):
+            return True
         by_thread = registers(wait)  # whoever finds the need enters it, nobody enqueues it
         missing = any(
             rank in self._hosts and (not by_thread or self._all_stand(rank)) for rank in wait.missing

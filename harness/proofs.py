@@ -264,7 +264,8 @@ def by_idleness(scene: Scene) -> Finding | None:
     ]
     if not idle or len(scene.tracks) < scene.world:
         return None
-    stuck = blocked(scene.standing_still(), scene.waits(), ended=scene.ended(), assumed=idle)
+    frozen = [rank for rank in idle if _frozen(scene.tracks[rank].snapshot)]
+    stuck = blocked(scene.standing_still(), scene.waits(), ended=scene.ended(), assumed=idle, frozen=frozen)
     owing = {rank for rank, track in scene.tracks.items() if not track.excused}
     if stuck is None or not owing <= set(stuck.hosts):
         return None
@@ -278,9 +279,18 @@ def _could_go_on(scene: Scene, track: Track) -> bool:
     snapshot = track.snapshot
     if snapshot is None or track.phase in scene.settings.patient_phases:
         return False
-    if any(entered(snapshot, state) for state in snapshot.groups.values()):
+    if _frozen(snapshot):
+        return True
+    inside = any(entered(snapshot, state) for state in snapshot.groups.values())
+    return not inside and not has_work(snapshot)
+
+
+def _frozen(snapshot: Snapshot | None) -> bool:
+    """Its streams had somebody who looked at them, and have not any more: no thread of the process runs, so what
+    the ledger says of its streams and collectives is old."""
+    if snapshot is None or not has_work(snapshot) or not streams_unknown(snapshot):
         return False
-    return not has_work(snapshot) or streams_unknown(snapshot)
+    return any(stream.stamp_ns for stream in snapshot.streams.values())
 
 
 def has_work(snapshot: Snapshot) -> bool:
@@ -289,7 +299,8 @@ def has_work(snapshot: Snapshot) -> bool:
 
 
 def _idle_words(rank: int, track: Track) -> str:
+    streams = "nobody looks at its streams" if _frozen(track.snapshot) else "nothing is left on its streams"
     return (
-        f"rank {rank}: nothing moved for {track.still_s:.1f} s in phase {track.phase!r}; nothing is left on its "
-        f"streams, its host sleeps, and its processes got {track.quiet.cpu_s:.2f} s of a processor meanwhile"
+        f"rank {rank}: nothing moved for {track.still_s:.1f} s in phase {track.phase!r}; {streams}, its host "
+        f"sleeps, and its processes got {track.quiet.cpu_s:.2f} s of a processor meanwhile"
     )

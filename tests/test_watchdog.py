@@ -810,6 +810,25 @@ def test_a_rank_that_does_nothing_while_another_is_not_seen_to_wait_for_it_keeps
     assert not alarms(bench.run(20))
 
 
+def test_a_rank_of_which_no_thread_runs_is_suspected_whatever_its_old_ledger_says() -> None:
+    """A native call keeps the interpreter's lock: by the ledger all members are inside the collective."""
+
+    def frozen() -> Bench:
+        bench = Bench()
+        one_for_whom_all_wait(bench)
+        behind_experts(bench.ranks[1])
+        bench.ranks[1].phase, bench.ranks[1].host_wait = "launch", None
+        return bench
+
+    assert not alarms(frozen().run(20))  # somebody looks at its streams
+    bench = frozen()
+    bench.ranks[1].stamp_age_s = 5.0
+    bench.cpu_share[1] = 0.3  # it works
+    assert not alarms(bench.run(10))
+    bench.cpu_share[1] = 0.0
+    assert isinstance(bench.run(SETTINGS.idle_s + 2.5)[-1], Confirmed)
+
+
 def test_a_starved_observer_is_more_patient_with_a_rank_that_does_nothing() -> None:
     bench = Bench()
     one_for_whom_all_wait(bench)
