@@ -19,7 +19,7 @@ from harness.lost_records import Hosts, LostRecord, lost_record
 from harness.seats import Seat, seats_words
 from harness.standing import Reason, Road
 from harness.stillness import streams_unknown
-from harness.track import Track
+from harness.track import Quiet, Track
 from harness.waits import GRAPH_PREFIX, Wait, cycle_in, entered, waits
 
 
@@ -260,7 +260,7 @@ def by_idleness(scene: Scene) -> Finding | None:
     idle = [
         rank
         for rank, track in sorted(scene.tracks.items())
-        if track.quiet.seconds >= needed_s and not track.excused and _could_go_on(scene, track)
+        if _quiet(track).seconds >= needed_s and not track.excused and _could_go_on(scene, track)
     ]
     if not idle or len(scene.tracks) < scene.world:
         return None
@@ -298,9 +298,16 @@ def has_work(snapshot: Snapshot) -> bool:
     return any(stream.enqueued > stream.completed for stream in snapshot.streams.values())
 
 
+def _quiet(track: Track) -> Quiet:
+    return track.host_quiet if _frozen(track.snapshot) else track.quiet
+
+
 def _idle_words(rank: int, track: Track) -> str:
-    streams = "nobody looks at its streams" if _frozen(track.snapshot) else "nothing is left on its streams"
+    if _frozen(track.snapshot):
+        streams, whose = "nobody looks at its streams", "it"
+    else:
+        streams, whose = "nothing is left on its streams", "its processes"
     return (
         f"rank {rank}: nothing moved for {track.still_s:.1f} s in phase {track.phase!r}; {streams}, its host "
-        f"sleeps, and its processes got {track.quiet.cpu_s:.2f} s of a processor meanwhile"
+        f"sleeps, and {whose} got {_quiet(track).cpu_s:.2f} s of a processor meanwhile"
     )

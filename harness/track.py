@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from harness.budgets import Budgets, WatchdogSettings
 from harness.ledger_snapshot import Snapshot
@@ -54,6 +55,8 @@ class Track:
         self.stopped_s = 0.0
         self.parked_s = 0.0
         self.quiet = Quiet(settings.idle_share)
+        self.host_quiet = Quiet(settings.idle_share)
+        """The same of the host thread alone: threads that want an interpreter's lock in vain use a processor."""
         self.labour = Labour()
         self._settings = settings
         self._first_step = 0
@@ -112,6 +115,8 @@ class Track:
         else:
             self._read(view.snapshot, now_ns, elapsed_s, unseen_s)
         self.quiet.observe(None if self.still_s == 0.0 else view.work, elapsed_s, unseen_s)
+        host = None if view.work is None else replace(view.work, tree_cpu_s=view.work.host_cpu_s)
+        self.host_quiet.observe(None if self.still_s == 0.0 else host, elapsed_s, unseen_s)
         self.labour.observe(view.work, elapsed_s + unseen_s)
 
     def rest(self, now_ns: int) -> None:
@@ -119,6 +124,7 @@ class Track:
         self.moved_ns = now_ns
         self.still_s = self.stopped_s = self.parked_s = 0.0
         self.quiet = Quiet(self._settings.idle_share)
+        self.host_quiet = Quiet(self._settings.idle_share)
         self.labour = Labour()
 
     def _read(self, snapshot: Snapshot, now_ns: int, elapsed_s: float, unseen_s: float) -> None:
