@@ -349,6 +349,8 @@ def corpus_command(
     from reports.corpus import show
 
     chosen = tuple(word.strip() for word in (only or "").split(",") if word.strip())
+    if only is not None and not chosen:
+        fail_usage("--only: names no row; give ids or names such as A1,D1, or leave it out for all of them")
     wish = Wish(chosen, seeds, twins, wide, quick, seed)
     found = run.corpus(wish, out, sys.argv[1:], json=as_json)
     with printing():

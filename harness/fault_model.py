@@ -153,14 +153,14 @@ def load_file(path: Path) -> None:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
         raise FaultError(f"{path}: {_said(error)}") from error
     if not set(_REGISTERED) - before and not any(one.__module__ == spec.name for one in _REGISTERED.values()):
         raise FaultError(f"{path}: registers no fault; put @register before its class (docs/faults.md)")
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     line = getattr(error, "lineno", None)
     return f"{type(error).__name__}: {error}" + (f" (line {line})" if line is not None else "")
 

@@ -319,7 +319,10 @@ def _words(detail: ErrorDetails, path: Sequence[int | str], model: type[Scenario
         case "union_tag_not_found":
             return "is missing", f"allowed: {', '.join(_choices(path, model))}"
         case "union_tag_invalid":
-            return "is not allowed", _guess_value(str(context["tag"]), _choices(path, model))
+            what_to_do = _guess_value(str(context["tag"]), _choices(path, model))
+            if path[0] == "faults":
+                what_to_do += "; one of your own: --faults FILE"
+            return "is not allowed", what_to_do
         case "literal_error":
             allowed = re.findall(r"'([^']*)'", str(context["expected"]))
             return "is not allowed", _guess_value(str(detail["input"]), allowed)

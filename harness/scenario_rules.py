@@ -251,6 +251,11 @@ def _ranks(scenario: Scenario) -> Iterator[Finding]:
             "set target.ranks to 2 or more, or leave symm_mem off",
         )  # fmt: skip
     named = [(f"sim.defects.{i}.ranks", defect.ranks) for i, defect in enumerate(scenario.sim.defects)]
+    named += [
+        (f"expect.{i}.culprits", expect.culprits)
+        for i, expect in enumerate(scenario.expect)
+        if isinstance(expect.culprits, tuple)
+    ]
     for key, ranks in [*named, ("sim.defect_ranks", scenario.sim.defect_ranks)]:
         outside = [rank for rank in ranks if rank >= world]
         if outside:

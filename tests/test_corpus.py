@@ -213,6 +213,12 @@ def test_the_quick_part_of_the_corpus_is_all_right(tmp_path: Path) -> None:
     assert document["totals"]["false_alarms"]["k"] == 0 and document["controls"]
 
 
+def test_naming_no_row_is_not_all_of_them() -> None:
+    done = CliRunner().invoke(app, ["corpus", "--only", " ,"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "--only: names no row; give ids or names such as A1,D1" in done.stderr
+
+
 def test_a_wrong_row_is_bad_usage() -> None:
     done = CliRunner().invoke(app, ["corpus", "--only", "Z9"])
     assert done.exit_code == 2 and "is no row of the corpus" in done.output

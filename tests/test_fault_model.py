@@ -152,6 +152,9 @@ def test_a_file_of_faults(tmp_path: Path) -> None:
     path.write_text("x = 1\n")
     with pytest.raises(FaultError, match="registers no fault"):
         load_file(path)
+    path.write_text("raise SystemExit(3)\n")
+    with pytest.raises(FaultError, match=r"mine\.py: SystemExit: 3"):
+        load_file(path)
     path.write_text("x = = 1\n")
     with pytest.raises(FaultError, match=r"SyntaxError: .*line 1"):
         load_file(path)

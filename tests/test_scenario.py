@@ -202,6 +202,8 @@ def test_mistakes_in_one_key(settings: list[str], message: str) -> None:
         ({"arms": {"defect": ["none", "D1"]}}, "arms.defect=D1: can do nothing"),
         ({"toggles": {"defect": "D1"}}, "toggles.defect=D1: can do nothing"),
         ({"sim": {"defects": [{"name": "D2", "ranks": [2]}]}}, "names ranks [2], and target.ranks is 2"),
+        ({"expect": [{"hang": "always", "culprits": [1, 9]}]}, "names ranks [9], and target.ranks is 2"),
+        ({"faults": [{"name": "my_own"}]}, "one of your own: --faults FILE"),
         ({"sim": {"defect_ranks": [1]}}, "applies to no arm"),
         (
             {"sim": {"defects": [{"name": "D2"}]}, "arms": {"defect": ["none", "D2"]}},
