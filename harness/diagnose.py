@@ -40,6 +40,7 @@ from harness.diagnosis_control import left_out
 from harness.diagnosis_corruption import after_wrong_copies, copy_facts
 from harness.diagnosis_decisions import divergence, first_departure
 from harness.diagnosis_device import no_room
+from harness.diagnosis_events import lost_event
 from harness.diagnosis_groups import wrong_group
 from harness.diagnosis_hosts import hosts_alone
 from harness.diagnosis_model import (
@@ -94,6 +95,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         or held_up(case)
         or _moving(case)
         or stream_order(case)
+        or lost_event(case)
         or registration_stall(case)
         or two_streams(case)
         or wrong_group(case)
