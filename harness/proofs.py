@@ -18,9 +18,12 @@ from harness.ledger_snapshot import Snapshot
 from harness.lost_records import Hosts, LostRecord, lost_record
 from harness.seats import Seat, seats_words
 from harness.standing import Reason, Road
-from harness.stillness import streams_unknown
+from harness.stillness import STALE_STAMP_S, streams_unknown
 from harness.track import Quiet, Track
 from harness.waits import GRAPH_PREFIX, Wait, cycle_in, entered, waits
+
+_TO_GO_ON_S = 0.2
+"""What a stream's thread may need to see an event, on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class Scene:
             and not track.excused
             and track.still_s >= self.settings.proof_still_s
             and track.state in ("running", "sleeping")
-            and not (has_work(track.snapshot) and streams_unknown(track.snapshot))
+            and not (has_work(track.snapshot) and not _looked_since(track.snapshot, track.still_s))
         }
 
 
@@ -296,6 +299,13 @@ def _frozen(snapshot: Snapshot | None) -> bool:
 def has_work(snapshot: Snapshot) -> bool:
     """Something is left on its streams, as far as anybody has looked."""
     return any(stream.enqueued > stream.completed for stream in snapshot.streams.values())
+
+
+def _looked_since(snapshot: Snapshot, still_s: float) -> bool:
+    """Somebody has looked at its streams well after the rank last moved: its threads run, and what they could do by
+    then is done. Where the interpreter's lock is kept, a stream may not even go on from an event that has come."""
+    newest_ns = max((stream.stamp_ns for stream in snapshot.streams.values()), default=snapshot.taken_ns)
+    return snapshot.taken_ns - newest_ns <= min(STALE_STAMP_S, still_s - _TO_GO_ON_S) * 1e9
 
 
 def _quiet(track: Track) -> Quiet:

@@ -740,6 +740,17 @@ def test_the_same_hosts_are_not_accused_while_a_kernel_runs_or_nobody_looks_at_t
     assert not alarms(bench.run(5))
 
 
+def test_the_same_hosts_are_not_accused_when_nobody_has_looked_since_they_moved() -> None:
+    """The interpreter's lock may be kept: then a stream stands before an event that has come."""
+    bench = Bench()
+    pageable_skip(bench)
+
+    def kept() -> None:
+        bench.ranks[0].stamp_age_s = bench.now_s
+
+    assert not alarms(bench.run(5, kept))
+
+
 def test_the_same_hosts_with_one_that_moves_are_not_accused() -> None:
     bench = Bench()
     pageable_skip(bench)
