@@ -10,18 +10,20 @@ Here: start, connect, end. Not here: rank actors (``rank_pool.py``), agents (``a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -244,18 +246,34 @@ def _connect(address: str, runtime_env: Mapping[str, Any]) -> None:
     os.environ.update(_QUIET)
     _keep_off_standard_output()
     try:
-        ray.init(
-            address=address,
-            namespace="hangrig",
-            runtime_env=dict(runtime_env) or None,
-            log_to_driver=False,
-            configure_logging=False,
-        )
+        with _own_signal_handlers():
+            ray.init(
+                address=address,
+                namespace="hangrig",
+                runtime_env=dict(runtime_env) or None,
+                log_to_driver=False,
+                configure_logging=False,
+            )
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ClusterError(
             f"cannot connect to Ray at {address}: {error}; check the address, that this machine is one of "
             "its nodes, and the token (RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)"
         ) from error
+
+
+@contextlib.contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Ray puts handlers of its own for SIGTERM into whoever connects: they end the driver where it stands, in the
+    middle of a teardown too, and then nobody ends the cluster. Those that were there come back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _keep_off_standard_output() -> None:

@@ -98,12 +98,14 @@ def test_a_killed_and_a_stopped_rank_are_named(tmp_path: Path, slow: Path) -> No
         assert "MainThread" in rig.threads(command.trial_folder(1), 1, rank)
 
 
-def test_ctrl_c_ends_the_run_with_what_is_known(tmp_path: Path, slow: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_with_what_is_known(tmp_path: Path, slow: Path, number: signal.Signals) -> None:
+    """Ctrl-C, and `timeout`; Ray would have the second one end the driver where it stands."""
     command = rig.Command.start(tmp_path, "run", str(slow), "--trials", "1", "--json")
     with command:
         trial = command.trial()
         command.stepped(trial, STEP)
-        command.send(signal.SIGINT)
+        command.send(number)
         assert command.wait() == 3
         command.assert_nothing_left()
     report = json.loads(command.stdout)
