@@ -25,6 +25,14 @@ from harness.processes import read_process
 from harness.stacks import ProcessStacks
 from harness.store import load_schema, read_samples
 
+# For a stand-in of py-spy. A tracer attaches by a stop of its own. While the first is under way the two are one:
+# the tracer takes it, and its target runs again.
+STOP = """
+    os.kill(pid, signal.SIGSTOP)
+    while open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[0] != 'T':
+        time.sleep(0.001)
+"""
+
 REFUSED = 'sys.exit("Permission Denied: Try running again with elevated permissions")'
 
 # Prepended to each program: argv 1 is the file for its stacks.
@@ -179,13 +187,19 @@ def _until(process: ProcessId, state: str) -> None:
         assert time.monotonic() < deadline_s, f"the process is {found}, not {state}"
 
 
+def _until_it_has_a_child(process: ProcessId) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not children_of(process.pid):
+        assert time.monotonic() < deadline_s, "no child"
+        time.sleep(0.001)
+
+
 def test_a_target_that_is_stopped_while_it_is_dumped_stays_stopped(programs: Programs) -> None:
     rank = programs.start("")
     tool = str(find_py_spy())
     py_spy = stand_in(
         programs.folder,
-        "if '--nonblocking' not in sys.argv:\n    os.kill(pid, signal.SIGSTOP)\n"
-        f"os.execv({tool!r}, [{tool!r}, *sys.argv[1:]])",
+        f"if '--nonblocking' not in sys.argv:{STOP}os.execv({tool!r}, [{tool!r}, *sys.argv[1:]])",
     )
     report = programs.take(rank, py_spy=py_spy)
     assert "rank_waits" in functions(report.stacks[0]) and report.stacks[0].source == "py-spy"
@@ -199,7 +213,7 @@ def test_a_py_spy_that_hangs_on_a_target_that_was_stopped_meanwhile_gets_a_secon
     tool = str(find_py_spy())
     py_spy = stand_in(
         programs.folder,
-        "if '--nonblocking' not in sys.argv:\n    os.kill(pid, signal.SIGSTOP)\n    sys.exit('it was stopped')\n"
+        f"if '--nonblocking' not in sys.argv:{STOP}    sys.exit('it was stopped')\n"
         f"os.execv({tool!r}, [{tool!r}, *sys.argv[1:]])",
     )
     report = programs.take(rank, py_spy=py_spy)
@@ -215,6 +229,8 @@ def test_an_uninterruptible_rank_is_dumped_without_suspending_it(programs: Progr
         f"print('ready', flush=True)\nos.posix_spawn('/bin/true', ['true'], {{}}, file_actions={actions})"
     )
     own = ProcessId(rank.pid, rank.start_time_ticks)
+    # Before it has a child, a wait for its disk looks the same.
+    _until_it_has_a_child(own)
     _until(own, "D")
     report = programs.take(rank, native=True)
     assert functions(report.stacks[0]) == ["<module>"] and report.stacks[0].source == "py-spy"
