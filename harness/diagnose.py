@@ -39,7 +39,7 @@ from harness.diagnosis_collectives import (
 from harness.diagnosis_control import left_out
 from harness.diagnosis_corruption import after_wrong_copies, copy_facts
 from harness.diagnosis_decisions import divergence, first_departure
-from harness.diagnosis_device import no_room
+from harness.diagnosis_device import no_room, nobody_missing
 from harness.diagnosis_events import lost_event
 from harness.diagnosis_groups import wrong_group
 from harness.diagnosis_hosts import hosts_alone
@@ -388,6 +388,7 @@ def _undecided(case: Case) -> Cause:
     facts: list[Fact] = []
     if case.evidence.reason:
         facts.append(Fact(f"captured because: {case.evidence.reason}", "evidence/manifest.json"))
+    facts += nobody_missing(case)
     found = still_waits(case)
     for wait in found:
         facts += wait_facts(case, wait)

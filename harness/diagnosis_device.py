@@ -19,6 +19,8 @@ from harness.waits import REPLAY_LABEL, Wait, by_host, record_at
 _COMM, _COMPUTE = "comm", "compute"
 _EVENT = "event."
 _SHOWN = 8
+DEVICE_NEEDED = "Needed: what the device and its links do (the driver's log, the vendor's tools)"
+"""What is missing where work stands that waits for nobody's host."""
 
 
 def no_room(case: Case) -> Cause | None:
@@ -66,6 +68,21 @@ def no_room(case: Case) -> Cause | None:
             group=wait.group,
         )
     return None
+
+
+def nobody_missing(case: Case) -> list[Fact]:
+    """What is not known of each collective in which all its members are: why it does not end."""
+    return [
+        Fact(
+            f"nobody is missing in {wait.operation} {wait.sequence} of group {wait.group}: all its members entered "
+            f"it and brought the same; whose part of it does not end, no ledger shows. {DEVICE_NEEDED}",
+            case.views[wait.waiting[0]].ledger_path,
+        )
+        for wait in still_waits(case)
+        if len(wait.members) > 1
+        and set(wait.waiting) == set(wait.members)
+        and not (wait.missing or wait.late or wait.unknown or wait.mismatched)
+    ]
 
 
 def _stands_beside(view: View, wait: Wait) -> bool:

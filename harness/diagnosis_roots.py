@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from harness.diagnosis_case import Case, View
 from harness.diagnosis_collectives import collective, is_registration, still_waits, wait_facts
+from harness.diagnosis_device import DEVICE_NEEDED
 from harness.diagnosis_host import host_facts
 from harness.diagnosis_model import Cause, Fact, stream_name
 from harness.waits import Wait, lacking
@@ -174,6 +175,10 @@ def _stuck_stream(case: Case, roots: list[_Root], found: tuple[Wait, ...]) -> Ca
     facts: list[Fact] = []
     for view in stuck:
         facts += view.doing()
+        operation = view.operation(view.unfinished()[0])
+        if operation is not None and view.known:
+            said = f"{view.name}: what keeps {operation.label} from ending, no ledger shows. {DEVICE_NEEDED}"
+            facts.append(Fact(said, view.ledger_path))
     for wait in found:
         facts += wait_facts(case, wait)
     name = stuck[0].unfinished()[0]

@@ -634,6 +634,8 @@ def test_streams_that_nobody_looked_at_make_the_host_the_suspect() -> None:
     ranks[1].streams["compute"] = Stream([("gemm", 9)])
     stuck = diagnose(evidence(ranks))
     assert (stuck.mechanism, stuck.stream, blamed(stuck)) == ("unknown", "compute", [1])
+    assert "rank 1: what keeps gemm from ending, no ledger shows. Needed: what the device" in facts(stuck)
+    assert "nobody is missing" not in facts(stuck)
     ranks[1].stamp_age_s = 30.0
     held = diagnose(evidence(ranks))
     assert (held.mechanism, held.stream, blamed(held)) == ("host-blocked", "host", [1])

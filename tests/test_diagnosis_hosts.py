@@ -61,6 +61,9 @@ def test_it_is_not_blamed_where_it_waits_moves_or_is_like_the_others() -> None:
     assert brief(diagnose(once)) == ("hang", "unknown", [])
     both = with_host(with_host(all_inside(), 0, WORKING, gil=True), 1, WORKING, gil=True)
     assert brief(diagnose(both)) == ("hang", "unknown", [])
+    assert "nobody is missing in" in facts(diagnose(both)) and "Needed: what the device" in facts(
+        diagnose(both)
+    )
 
 
 def outside() -> Evidence:

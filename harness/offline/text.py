@@ -114,7 +114,9 @@ def _first_line(answer: Answer) -> str:
         return f"{verdict}: {said}"
     if answer.verdict == "cannot tell":
         lacks = [lack.what for lack in diagnosis.missing_evidence]
-        return f"{verdict}: needed: {'; '.join(lacks[:3]) or 'more evidence'}"
+        if lacks or not diagnosis.proof:
+            return f"{verdict}: needed: {'; '.join(lacks[:3]) or 'more evidence'}"
+        return f"{verdict}: these dumps do not decide who holds it up"
     how = f"{diagnosis.kind}, {diagnosis.mechanism}, {diagnosis.confidence}"
     return f"{verdict}: {culprits_words(diagnosis, 'not known')}: {how}"
 
