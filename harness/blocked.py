@@ -21,13 +21,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from harness.held import carries
 from harness.knots import registers
-from harness.ledger_snapshot import Snapshot, StreamState
+from harness.ledger_snapshot import Snapshot
 from harness.lost_records import waits_behind_compute
 from harness.seats import seats_words
-from harness.waits import GRAPH_PREFIX, REPLAY_LABEL, Wait, by_host, record_at
+from harness.waits import EVENT_WAIT_LABEL, GRAPH_PREFIX, REPLAY_LABEL, Wait
 
-_EVENT_WAIT = "event.wait"
 _MOST_FACTS = 8
 """Hosts that are spelt out; of thousands the others are counted."""
 
@@ -127,7 +127,7 @@ class _Graph:
         oldest = snapshot.streams[name].oldest
         if oldest is None:
             return False
-        if oldest.label.startswith(_EVENT_WAIT):
+        if oldest.label.startswith(EVENT_WAIT_LABEL):
             others = [other for other in _busy(snapshot) if other != name]
             return bool(others) and self._all_stand(rank, but=name)
         return any(
@@ -187,11 +187,7 @@ def _wait_words(wait: Wait) -> str:
 
 
 def _busy(snapshot: Snapshot) -> list[str]:
-    return [name for name, stream in snapshot.streams.items() if _has_work(stream)]
-
-
-def _has_work(stream: StreamState) -> bool:
-    return stream.enqueued > stream.completed
+    return [name for name, stream in snapshot.streams.items() if stream.busy]
 
 
 def _holds(label: str, wait: Wait) -> bool:
@@ -204,6 +200,4 @@ def _holds(label: str, wait: Wait) -> bool:
 
 def _carries(snapshot: Snapshot, wait: Wait) -> bool:
     """Its host is inside the collective, and carries it out itself."""
-    state = snapshot.groups.get(wait.group)
-    record = record_at(state, wait.sequence) if state is not None else None
-    return record is not None and by_host(record) and not registers(wait)
+    return carries(snapshot, wait) and not registers(wait)

@@ -16,9 +16,8 @@ from __future__ import annotations
 from harness.diagnosis_case import Case, View
 from harness.diagnosis_collectives import collective, still_waits, wait_facts
 from harness.diagnosis_model import Cause, Fact, stream_name
-from harness.waits import by_host, record_at
+from harness.waits import EVENT_WAIT_LABEL, by_host, record_at
 
-_WAITS = "event.wait"
 _SHOWN = 8
 """Most peers of whom is told what they do."""
 
@@ -64,7 +63,7 @@ def lost_event(case: Case) -> Cause | None:
         stream=stream_name(stream),
         operation=operation,
         collective=collective(waits[0]) if waits else None,
-        family=operation.label if operation is not None else _WAITS,
+        family=operation.label if operation is not None else EVENT_WAIT_LABEL,
         group=waits[0].group if waits else "",
     )
 
@@ -74,14 +73,14 @@ def _only_waits(case: Case, view: View) -> tuple[str, ...]:
     snapshot = view.snapshot
     if snapshot is None or not view.known or not view.still or view.streams_unknown() or _carries(case, view):
         return ()
-    busy = {name: state for name, state in snapshot.streams.items() if state.enqueued > state.completed}
+    busy = {name: state for name, state in snapshot.streams.items() if state.busy}
     if not busy or not all(one.oldest is not None and _is_wait(one.oldest.label) for one in busy.values()):
         return ()
     return tuple(sorted(busy, key=lambda name: (busy[name].oldest_since_ns, name)))
 
 
 def _is_wait(label: str) -> bool:
-    return label == _WAITS or label.startswith(f"{_WAITS} ")
+    return label == EVENT_WAIT_LABEL or label.startswith(f"{EVENT_WAIT_LABEL} ")
 
 
 def _carries(case: Case, view: View) -> bool:

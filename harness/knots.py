@@ -28,7 +28,7 @@ def registers(wait: Wait) -> bool:
 
 def side_streams(snapshot: Snapshot, group: str) -> tuple[str, ...]:
     """The streams that have unfinished collectives of the group, where they are more than one; else empty."""
-    busy = {name: stream for name, stream in snapshot.streams.items() if stream.enqueued > stream.completed}
+    busy = {name: stream for name, stream in snapshot.streams.items() if stream.busy}
     if len(busy) < 2:
         return ()
     names = [

@@ -43,6 +43,11 @@ class StreamState:
     stamp_ns: int
     recent: tuple[OpRecord, ...]
 
+    @property
+    def busy(self) -> bool:
+        """It has unfinished work, as far as anybody has looked."""
+        return self.enqueued > self.completed
+
 
 @dataclass(frozen=True, slots=True)
 class ExternalState:

@@ -21,10 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.ledger_snapshot import ExternalState, OpRecord, Snapshot
-from harness.waits import REPLAY_LABEL
+from harness.waits import EVENT_WAIT_LABEL, REPLAY_LABEL
 
 UPDATE_LABEL = "graph.update"
-FENCE_LABEL = "event.wait"
 RESULT_PHASE = "wait"
 """How the names of phases begin in which the host waits for results."""
 DRAIN_PHASE = "drain"
@@ -82,14 +81,14 @@ def fenced_updates(snapshot: Snapshot) -> tuple[int, int]:
         for sequence, record in recent.items()
         if record.label.startswith(UPDATE_LABEL) and sequence - 1 in recent
     ]
-    return sum(record.label.startswith(FENCE_LABEL) for record in before), len(before)
+    return sum(record.label.startswith(EVENT_WAIT_LABEL) for record in before), len(before)
 
 
 def lost_record(snapshot: Snapshot) -> LostRecord | None:
     """The replay in which the rank stands, if it can be short of a record; None when its updates are fenced."""
     replay = replay_under_way(snapshot)
     update = snapshot.streams.get("update")
-    if replay is None or update is None or update.oldest is not None or update.enqueued > update.completed:
+    if replay is None or update is None or update.oldest is not None or update.busy:
         return None
     graph = graph_of(replay)
     fenced, judged = fenced_updates(snapshot)

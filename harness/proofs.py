@@ -298,7 +298,7 @@ def _frozen(snapshot: Snapshot | None) -> bool:
 
 def has_work(snapshot: Snapshot) -> bool:
     """Something is left on its streams, as far as anybody has looked."""
-    return any(stream.enqueued > stream.completed for stream in snapshot.streams.values())
+    return any(stream.busy for stream in snapshot.streams.values())
 
 
 def _looked_since(snapshot: Snapshot, still_s: float) -> bool:

@@ -22,6 +22,7 @@ from harness.seats import MANY, seats_words
 
 GRAPH_PREFIX = "graph"
 REPLAY_LABEL = "graph.replay"
+EVENT_WAIT_LABEL = "event.wait"
 _NUMBERS = re.compile(r"\d+")
 
 
