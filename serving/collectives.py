@@ -330,16 +330,20 @@ class Group:
         sequence = self._ledger_enqueue(operation, shape, dtype)
 
         def on_comm() -> None:
-            self._ledger_start(sequence)
             with self._device.collective():
                 self._carry(operation, shape, dtype, move, sequence)
-            self._ledger_complete(sequence)
 
         ready = self._device.event()
         carrier = getattr(self._device, stream)
         self._device.compute.record(ready)
         carrier.wait(ready)
-        carrier.run(on_comm, label, opaque=True)
+        carrier.run(
+            on_comm,
+            label,
+            opaque=True,
+            began=lambda: self._ledger_start(sequence),
+            done=lambda: self._ledger_complete(sequence),
+        )
         if join:
             done = self._device.event()
             carrier.record(done)
@@ -394,7 +398,10 @@ class Group:
         ledger, handle = self._ledger, self._handle
         sequence = ledger.collective_enqueue(handle, f"graph {graph.name}", (count,), "", count)
         self._device.compute.run(
-            lambda: ledger.collective_complete(handle, sequence), "graph.collectives", opaque=True
+            lambda: None,
+            "graph.collectives",
+            opaque=True,
+            done=lambda: ledger.collective_complete(handle, sequence),
         )
 
     # Ledger ------------------------------------------------------------------------------------------------

@@ -57,6 +57,34 @@ def test_streams_do_not_wait_for_each_other_but_for_events() -> None:
     assert seen == ["copy before", "compute", "copy after"]
 
 
+def test_an_operation_tells_when_the_stream_comes_to_it_and_when_it_has_passed() -> None:
+    gate, seen = Gate(), list[str]()
+    with opened() as device:
+        device.comm.run(gate, "gate")
+        device.comm.run(
+            lambda: seen.append("op"),
+            "note",
+            began=lambda: seen.append("began"),
+            done=lambda: seen.append("done"),
+        )
+        assert seen == []
+        gate.open()
+        device.comm.synchronize(LONG_S)
+        with pytest.raises(DeviceError, match="only a replay has a time"), device.capture("g"):
+            device.compute.run(lambda: None, "note", opaque=True, done=lambda: None)
+    assert seen == ["began", "op", "done"]
+
+
+def test_a_delay_keeps_one_stream_busy_and_no_other() -> None:
+    with opened() as device:
+        device.delay(device.copy, LONG_S, "busy")
+        late, early = device.event(), device.event()
+        device.copy.record(late)
+        device.compute.record(early)
+        early.synchronize(LONG_S)
+        assert not late.query()
+
+
 def test_an_event_that_was_never_recorded_is_done() -> None:
     with opened() as device:
         event = device.event()

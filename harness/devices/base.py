@@ -65,11 +65,17 @@ class Stream(Protocol):
     @property
     def name(self) -> str: ...
 
-    def run(self, op: Op, label: str, *, opaque: bool = False) -> None:
+    def run(
+        self, op: Op, label: str, *, opaque: bool = False, began: Op | None = None, done: Op | None = None
+    ) -> None:
         """Enqueues ``op``. During a capture on ``compute`` the operation is recorded instead.
 
         ``opaque`` marks an operation that a capture keeps whole (a collective, a fused kernel): it is not
         executed while capturing and runs as it is on replay. On a real accelerator it changes nothing.
+
+        ``began`` and ``done`` are called, on a thread of the device, when the stream has come to ``op`` and when it
+        has passed it: on a real accelerator ``op`` only enqueues, so what it does itself comes too early. Not in
+        a capture.
         """
 
     def record(self, event: Event) -> None: ...
@@ -105,6 +111,10 @@ class Device(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors of this device live: weights are brought there."""
 
     @property
     def compute(self) -> Stream: ...
@@ -162,6 +172,9 @@ class Device(Protocol):
 
     def replay(self, graph: Graph) -> None:
         """Enqueues the captured operations on ``compute``, as one operation."""
+
+    def delay(self, stream: Stream, seconds: float, label: str) -> None:
+        """Enqueues work that keeps ``stream`` busy for about so long and changes nothing. The host goes on."""
 
     def memory(self) -> MemoryFigures: ...
 

@@ -145,6 +145,10 @@ class SimDevice:
         return "sim"
 
     @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
     def compute(self) -> SimStream:
         return self._streams["compute"]
 
@@ -255,6 +259,12 @@ class SimDevice:
     def replay(self, graph: Graph) -> None:
         ours = self._sealed(graph, "a replay")
         self.compute.enqueue(partial(self._replay, ours), f"graph.replay {ours.name}")
+
+    def delay(self, stream: Stream, seconds: float, label: str) -> None:
+        """TypeError for a stream of another device."""
+        if not isinstance(stream, SimStream):
+            raise TypeError(f"{stream!r} is not a stream of the simulated device")
+        stream.delay(seconds, label)
 
     def memory(self) -> MemoryFigures:
         """``device_bytes``: what ``empty`` and captures made and something still refers to."""

@@ -294,11 +294,18 @@ class SimStream(Worker):
     def name(self) -> str:
         return self._name
 
-    def run(self, op: Op, label: str, *, opaque: bool = False) -> None:
-        if self.recorder is not None:
+    def run(
+        self, op: Op, label: str, *, opaque: bool = False, began: Op | None = None, done: Op | None = None
+    ) -> None:
+        if self.recorder is None:
+            self.enqueue(op if began is done is None else partial(_told, op, began, done), label)
+        elif began is done is None:
             self.recorder(op, label, opaque)
         else:
-            self.enqueue(op, label)
+            raise DeviceError(f"{label!r} in a capture wants to tell when it runs; only a replay has a time")
+
+    def delay(self, seconds: float, label: str) -> None:
+        self.run(partial(self._life.delay, seconds), label, opaque=True)
 
     def record(self, event: Event) -> None:
         self.refuse_in_capture("an event record")
@@ -379,6 +386,14 @@ class SimStream(Worker):
             if passing.skipped:
                 return
         self._life.block(point.signal, None)
+
+
+def _told(op: Op, began: Op | None, done: Op | None) -> None:
+    if began is not None:
+        began()
+    op()
+    if done is not None:
+        done()
 
 
 def _ours(event: Event) -> SimEvent:
