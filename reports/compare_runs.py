@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scipy import stats
-
+from harness.rates import CONFIDENCE, more_often
 from harness.store import read_run
 from reports import result, words
 from reports.model import ArmResult, Result
-from reports.statistics import CONFIDENCE, ratio_of_medians
+from reports.statistics import ratio_of_medians
 
 SCHEMA = 1
 
@@ -70,8 +69,7 @@ def _arm(before: ArmResult, after: ArmResult, seed: int) -> dict[str, Any]:
 
 def _hangs_more(before: ArmResult, after: ArmResult) -> bool:
     """Fisher's exact test, one-sided: do more trials hang than the baseline's rate explains?"""
-    counts = [[rate.k, rate.n - rate.k] for rate in (after.hangs, before.hangs)]
-    p_value = float(stats.fisher_exact(counts, alternative="greater")[1])
+    p_value = more_often(after.hangs.k, after.hangs.n, before.hangs.k, before.hangs.n)
     return p_value < 1.0 - CONFIDENCE
 
 

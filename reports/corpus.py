@@ -23,8 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.checkers import HANGS
+from harness.rates import Rate, rate
 from harness.store import StoredRun, read_run, write_bytes, write_json
-from reports.statistics import Rate, rate
 from reports.words import interval, k_of_n, listing
 
 _FOUND = (*HANGS, "slow", "corrupt")

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from harness.rates import Observation, Rate
 from reports.engine import EngineVoice
-from reports.statistics import Observation, Percentiles, Rate
+from reports.statistics import Percentiles
 from reports.words import arm_name
 
 SCHEMA = 1

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.rates import observation, rate
 from harness.store import StoredRun, StoredTrial
 from reports import fields, verdicts
 from reports.diagnosis import read_diagnosis
@@ -29,7 +30,7 @@ from reports.model import (
     TrialResult,
     Verdict,
 )
-from reports.statistics import Percentiles, observation, percentiles, rate
+from reports.statistics import Percentiles, percentiles
 from reports.words import arm_name, count, listing
 
 UNREADABLE = "(unreadable)"

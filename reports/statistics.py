@@ -1,4 +1,4 @@
-"""Numbers from trials: rates with their intervals, percentiles, ratios of medians.
+"""Numbers from trials: percentiles, ratios of medians. Rates are in `harness.rates`.
 
 Pure functions of plain numbers; nothing here knows a run, a file or a sink. The unit of statistics is the
 trial: samples inside one trial share a process, a workload and a machine's mood, so an interval resamples
@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-CONFIDENCE = 0.95
+from harness.rates import CONFIDENCE
+
 PRACTICAL_THRESHOLD = 0.05
 """A ratio nearer to 1 than this is not worth a change, however sure it is."""
 MIN_TRIALS = 5
@@ -25,46 +26,9 @@ MIN_SAMPLES = 30
 """Fewer samples than this on a side, over all its trials, and a median is not compared."""
 RESAMPLES = 4000
 
-Observation: TypeAlias = Literal["never", "sometimes", "always"]
 RatioVerdict: TypeAlias = Literal["faster", "slower", "same", "too-few-samples"]
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """``k`` of ``n`` with a two-sided interval [low, high]; all three numbers are probabilities in [0, 1]."""
-
-    k: int
-    n: int
-    low: float
-    high: float
-    confidence: float
-
-    def to_json(self) -> dict[str, Any]:
-        return {"k": self.k, "n": self.n, "low": self.low, "high": self.high, "confidence": self.confidence}
-
-
-def rate(k: int, n: int, confidence: float = CONFIDENCE) -> Rate:
-    """The Clopper-Pearson interval of ``k`` in ``n``: exact, so never narrower than it claims.
-
-    With ``n`` = 0 nothing is known and the interval is [0, 1]. Raises ValueError unless 0 <= k <= n.
-    """
-    if not 0 <= k <= n:
-        raise ValueError(f"a rate needs 0 <= k <= n, not k={k}, n={n}")
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence must lie between 0 and 1, not {confidence}")
-    tail = (1.0 - confidence) / 2.0
-    low = 0.0 if k == 0 else float(stats.beta.ppf(tail, k, n - k + 1))
-    high = 1.0 if k == n else float(stats.beta.ppf(1.0 - tail, k + 1, n - k))
-    return Rate(k, n, low, high, confidence)
-
-
-def observation(k: int, n: int) -> Observation:
-    """How often it happened. Nothing in nothing tried is ``never``; the interval says how little that is."""
-    if k == 0:
-        return "never"
-    return "always" if k == n else "sometimes"
 
 
 @dataclass(frozen=True, slots=True)

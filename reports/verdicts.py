@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from harness.rates import Rate, rate
 from reports.model import Expectation, TrialResult, Verdict
-from reports.statistics import Rate, rate
 from reports.words import count, interval, k_of_n, listing, percent
 
 INTERNAL_ERROR_EXIT = 70

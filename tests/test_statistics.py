@@ -8,51 +8,9 @@ import pytest
 from reports.statistics import (
     RESAMPLES,
     _resampled_medians,
-    observation,
     percentiles,
-    rate,
     ratio_of_medians,
 )
-
-
-@pytest.mark.parametrize(
-    ("k", "n", "low", "high"),
-    [
-        (0, 10, 0.0, 0.3085),  # Clopper and Pearson's own tables, two-sided 95 %
-        (10, 10, 0.6915, 1.0),
-        (5, 10, 0.1871, 0.8129),
-        (1, 20, 0.0013, 0.2487),
-        (15, 16, 0.6977, 0.9984),
-        (0, 0, 0.0, 1.0),
-    ],
-)
-def test_rates_have_the_exact_interval(k: int, n: int, low: float, high: float) -> None:
-    found = rate(k, n)
-    assert [found.low, found.high] == pytest.approx([low, high], abs=5e-5)
-    assert found.to_json() == {"k": k, "n": n, "low": found.low, "high": found.high, "confidence": 0.95}
-
-
-def test_an_interval_covers_the_true_rate_at_least_as_often_as_it_says() -> None:
-    from scipy import stats
-
-    for true in (0.02, 0.3, 0.77):
-        covered = sum(
-            float(stats.binom.pmf(k, 16, true))
-            for k in range(17)
-            if rate(k, 16).low <= true <= rate(k, 16).high
-        )
-        assert covered >= 0.95
-
-
-@pytest.mark.parametrize(("k", "n"), [(-1, 4), (5, 4)])
-def test_impossible_counts_are_refused(k: int, n: int) -> None:
-    with pytest.raises(ValueError, match="0 <= k <= n"):
-        rate(k, n)
-
-
-def test_observation_words() -> None:
-    found = [observation(k, n) for k, n in ((0, 0), (0, 9), (1, 9), (9, 9))]
-    assert found == ["never", "never", "sometimes", "always"]
 
 
 def test_percentiles() -> None:
