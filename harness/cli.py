@@ -468,6 +468,26 @@ def bundle_command(
     leave(made.to_json(), made.text(), 0, as_json)
 
 
+@app.command("prune", epilog="Example: hangrig prune runs --keep-days 30 --keep 60 --dry-run")
+@guarded
+def prune_command(
+    runs_dir: Annotated[Path, typer.Argument(metavar="RUNS_DIR", help="Where runs are stored, as runs.")],
+    keep_days: Annotated[float | None, typer.Option(min=0, help="Older runs go.")] = None,
+    keep: Annotated[int | None, typer.Option(min=1, help="With so many newer ones a run goes.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Says what would go; removes nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Removes old runs; never the newest pass of a kind, one that is going on, or one that was renamed."""
+    if keep_days is None and keep is None:
+        raise typer.BadParameter("give --keep-days, --keep or both")
+    if not runs_dir.is_dir():
+        fail_usage(f"{runs_dir}: is no directory; give the one that holds the runs")
+    from harness.prune import prune
+
+    done = prune(runs_dir, keep_days=keep_days, keep=keep, dry_run=dry_run)
+    leave(done.to_json(), done.text(), OWN_ERROR if done.failed else 0, as_json)
+
+
 @app.command("watch", epilog="Example: hangrig watch 4711 --timeout 10m")
 @guarded
 def watch_command(

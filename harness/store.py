@@ -45,8 +45,8 @@ from harness.stored import (
 
 __all__ = [
     "SCHEMA", "Document", "RunStore", "StoreError", "StoredRun", "StoredSample", "StoredTrial", "TrialStore",
-    "load_schema", "read_run", "read_samples", "read_trial", "resolve_run", "safe_name", "write_bytes",
-    "write_json",
+    "load_schema", "point_latest", "read_run", "read_samples", "read_trial", "resolve_run", "safe_name",
+    "write_bytes", "write_json",
 ]  # fmt: skip
 
 LATEST = "latest"
@@ -196,7 +196,7 @@ class RunStore:
         store = cls(path, {"name": name, "started_utc": _utc_now(), "finished_utc": None, **manifest})
         _make_folder(path / "trials")
         write_json(path / "run.json", store.document)
-        _point_latest(out, path.name)
+        point_latest(out, path.name)
         return store
 
     @classmethod
@@ -266,7 +266,8 @@ def _make_unique(out: Path, name: str) -> Path:
     raise StoreError(out / name, "a thousand runs of this second exist; choose another --out")
 
 
-def _point_latest(out: Path, name: str) -> None:
+def point_latest(out: Path, name: str) -> None:
+    """``out/latest`` → the run ``name``, replaced atomically. Raises StoreError."""
     temporary = out / f".{LATEST}.{name}"
     latest = out / LATEST
     try:

@@ -92,7 +92,8 @@ def stored(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "rerun", "list", "doctor", "report", "recheck", "bundle", "compare", "diagnose"]
+    "command",
+    ["run", "rerun", "list", "doctor", "report", "recheck", "bundle", "compare", "diagnose", "prune"],
 )
 def test_every_command_has_help_with_an_example(command: str) -> None:
     done = call(command, "--help")
@@ -114,6 +115,7 @@ def test_no_command_is_promised_that_does_not_work() -> None:
         "bundle",
         "diagnose",
         "corpus",
+        "prune",
     }
 
 
