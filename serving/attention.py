@@ -14,6 +14,10 @@ cached tokens; position p of it lies in pool slot ``table_BM[b, p]``. Entries of
 zero. Query tokens that no row owns get zero too. No output depends on slots that its row does not own, not
 even when those hold NaN.
 
+Lengths are host numbers, or int64 tensors (B,) on the device of the queries: a captured graph reads them where an
+update has put them. Then every row has one query, and shapes follow from the table's width alone, so that nothing
+has to be known on the host.
+
 Shapes: T query tokens, B rows, M table width, S pool slots, W widest row of this call, H heads, R compressed
 width, P rotated width, C = R + P latent width, E = C absorbed query width, N unrotated head width,
 Q = N + P plain query width, U value head width, J queries and G cached tokens of one row.
@@ -21,26 +25,40 @@ Q = N + P plain query width, U value head width, J queries and G cached tokens o
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
+
+Lengths: TypeAlias = tuple[int, ...] | torch.Tensor
 
 
 def attend_absorbed(
     q_THE: torch.Tensor,
     kv_SC: torch.Tensor,
     table_BM: torch.Tensor,
-    kv_lens: tuple[int, ...],
-    q_lens: tuple[int, ...],
+    kv_lens: Lengths,
+    q_lens: Lengths,
     *,
     scale: float,
     value_dim: int,
 ) -> torch.Tensor:
     """Output in the space of latents, (T, H, R) with R = ``value_dim``, in the type of ``q_THE``.
 
-    Raises ValueError when lengths, table and queries do not fit together.
+    Raises ValueError when lengths, table and queries do not fit together; of lengths on the device only shapes are
+    looked at.
     """
+    if isinstance(kv_lens, torch.Tensor) or isinstance(q_lens, torch.Tensor):
+        lens_B = _decode_lengths(q_THE, table_BM, kv_lens, q_lens)
+        return _decode(q_THE, kv_SC, table_BM, lens_B, scale=scale, value_dim=value_dim, padded=True)
     check_rows(q_THE, table_BM, kv_lens, q_lens)
     if q_lens and len(q_lens) == q_THE.shape[0] and all(n == 1 for n in q_lens):
-        return _decode(q_THE, kv_SC, table_BM, kv_lens, scale=scale, value_dim=value_dim)
+        longest = max(kv_lens)
+        if longest == 0:
+            return q_THE.new_zeros((*q_THE.shape[:2], value_dim))
+        lens_B, padded = on_device(kv_lens, q_THE.device), min(kv_lens) == 0
+        return _decode(
+            q_THE, kv_SC, table_BM[:, :longest], lens_B, scale=scale, value_dim=value_dim, padded=padded
+        )
     out_THR = q_THE.new_zeros((*q_THE.shape[:2], value_dim))
     for tokens, latents_GC in _rows(kv_SC, table_BM, kv_lens, q_lens):
         weights_HJG = _causal_softmax(q_THE[tokens].transpose(0, 1) @ latents_GC.T * scale)
@@ -95,40 +113,57 @@ def check_rows(
             )
 
 
+def _decode_lengths(
+    q: torch.Tensor, table_BM: torch.Tensor, kv_lens: Lengths, q_lens: Lengths
+) -> torch.Tensor:
+    """The key lengths of a decode step whose lengths lie on the device. Raises ValueError."""
+    rows = table_BM.shape[0]
+    if not (isinstance(kv_lens, torch.Tensor) and isinstance(q_lens, torch.Tensor)):
+        raise ValueError("attention lengths: give both as host numbers or both as tensors")
+    if not kv_lens.shape == q_lens.shape == (rows,) or q.shape[0] != rows:
+        raise ValueError(
+            f"attention lengths on the device have shapes {list(kv_lens.shape)} and {list(q_lens.shape)}; each of "
+            f"the table's {rows} rows needs one of each and one query token, and {q.shape[0]} were given"
+        )
+    return kv_lens
+
+
 def _decode(
     q_BHE: torch.Tensor,
     kv_SC: torch.Tensor,
-    table_BM: torch.Tensor,
-    kv_lens: tuple[int, ...],
+    table_BW: torch.Tensor,
+    lens_B: torch.Tensor,
     *,
     scale: float,
     value_dim: int,
+    padded: bool,
 ) -> torch.Tensor:
-    """One query per row: all rows at once, padded to the longest."""
-    rows, width = len(kv_lens), max(kv_lens)
-    if width == 0:
-        return q_BHE.new_zeros((*q_BHE.shape[:2], value_dim))
-    lens_B1 = _on_device(kv_lens, q_BHE.device).unsqueeze(1)
+    """One query per row, all rows at once, over W positions of each. ``padded``: a length may be 0."""
+    rows, width = table_BW.shape
+    lens_B1 = lens_B.unsqueeze(1)
     unused_BW = torch.arange(width, device=q_BHE.device) >= lens_B1
     # Unused entries read the row's own first slot: a weight of zero times a stranger's NaN would be NaN.
-    slots_BW = torch.where(unused_BW, table_BM[:, :1], table_BM[:, :width])
+    slots_BW = torch.where(unused_BW, table_BW[:, :1], table_BW)
     latents_BWC = kv_SC.index_select(0, slots_BW.clamp_min(0).flatten()).view(rows, width, -1)
     scores_BHW = torch.bmm(q_BHE, latents_BWC.transpose(1, 2)).float() * scale
     weights_BHW = scores_BHW.masked_fill_(unused_BW.unsqueeze(1), float("-inf")).softmax(dim=-1)
     out_BHR = torch.bmm(weights_BHW.to(q_BHE.dtype), latents_BWC[..., :value_dim])
-    if min(kv_lens) == 0:
+    if padded:
         out_BHR = out_BHR.masked_fill_((lens_B1 == 0).unsqueeze(2), 0.0)
     return out_BHR
 
 
-def _on_device(lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def on_device(lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The lengths as an int64 tensor, without a copy from host memory on an accelerator.
 
     Such a copy, from pageable memory, ends on CANN in a synchronisation of the stream: a barrier that the
-    engine did not ask for, and the very thing whose absence is under test. Filling passes numbers by value.
+    engine did not ask for, and the very thing whose absence is under test.
     """
-    if device.type == "cpu":
-        return torch.tensor(lens, dtype=torch.int64)
+    return torch.tensor(lens, dtype=torch.int64) if device.type == "cpu" else by_value(lens, device)
+
+
+def by_value(lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """As ``on_device``, one fill a number: those travel with the kernels."""
     lens_B = torch.empty(len(lens), dtype=torch.int64, device=device)
     for row, length in enumerate(lens):
         lens_B[row].fill_(length)

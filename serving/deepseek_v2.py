@@ -3,9 +3,9 @@
 Here: the arithmetic of each layer. Not here: the pool of latents and its slots (``kv_cache.py``), collectives
 between the pieces (``dp_attention.py``), sampling. Numerics follow transformers 5.24 (`models/deepseek_v2`).
 
-Every piece is a pure function of its tensors. In all but ``attend`` and ``attend_plain`` shapes depend on
-shapes only, no value is looked at on the host, and no tensor is made from host data, so that they can be
-captured in a graph. A layer is, in order::
+Every piece is a pure function of its tensors. In all but ``attend`` and ``attend_plain`` with lengths on the host
+shapes depend on shapes only, no value is looked at on the host, and no tensor is made from host data, so that
+they can be captured in a graph. A layer is, in order::
 
     q, latent = project(layer, x, positions)          store latent in the pool, then
     x = output(layer, attend(q, pool, ...), x)        or, where a rank has some of the heads,
@@ -132,12 +132,13 @@ class DeepseekV2:
         q_THE: torch.Tensor,
         kv_SC: torch.Tensor,
         table_BM: torch.Tensor,
-        kv_lens: tuple[int, ...],
-        q_lens: tuple[int, ...],
+        kv_lens: attention.Lengths,
+        q_lens: attention.Lengths,
     ) -> torch.Tensor:
-        """Latent output (T, H, R) of absorbed queries over the pool. Rows: see ``attention.py``.
+        """Latent output (T, H, R) of absorbed queries over the pool. Rows and lengths: see ``attention.py``.
 
-        With one query in every row there is no loop over rows. Not capturable: shapes follow the lengths.
+        With one query in every row there is no loop over rows. With lengths on the host it is not capturable: shapes
+        follow them.
         """
         scale, rank = self._softmax_scale, self.config.kv_lora_rank
         return attention.attend_absorbed(q_THE, kv_SC, table_BM, kv_lens, q_lens, scale=scale, value_dim=rank)

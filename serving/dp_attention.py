@@ -159,7 +159,7 @@ def valid_rows(counts_W: torch.Tensor, plan: StepPlan) -> torch.Tensor:
     if plan.padding is Padding.SUM_LEN:
         return (index < counts_W.sum()).to(torch.float32).unsqueeze(1)
     width = plan.rows // len(plan.tokens)
-    counts_G = counts_W.repeat_interleave(width, output_size=plan.rows)
+    counts_G = counts_W.unsqueeze(1).expand(-1, width).flatten()
     return (index % width < counts_G).to(torch.float32).unsqueeze(1)
 
 

@@ -28,7 +28,7 @@ from serving.decisions import MODES, Decisions
 from serving.deepseek_v2 import DeepseekV2
 from serving.dp_attention import LocalState, Mode, Padding, StepPlan, agree
 from serving.engine_config import EngineConfig
-from serving.forward import DeviceState, Features, Forward, Workspace
+from serving.forward import DeviceState, Features, Forward, Workspace, zeroed
 from serving.journal import Journal
 from serving.requests import Batch, BatchMode, Request
 from serving.rows import Rows
@@ -412,15 +412,15 @@ class Engine:
         model, scheduler = self._model, self.config.scheduler
         width = model.config.kv_lora_rank + model.config.qk_rope_head_dim
         slots = scheduler.kv_tokens + scheduler.page_size
-        kv = tuple(
-            self._device.empty((slots, width), model.dtype).zero_()
-            for _ in range(model.config.num_hidden_layers)
+        state = DeviceState(
+            kv=tuple(
+                self._device.empty((slots, width), model.dtype) for _ in range(model.config.num_hidden_layers)
+            ),
+            table_RM=self._device.empty((rows, self.config.max_context), torch.int64),
+            last_token_R=self._device.empty((rows,), torch.int64),
         )
-        return DeviceState(
-            kv=kv,
-            table_RM=self._device.empty((rows, self.config.max_context), torch.int64).zero_(),
-            last_token_R=self._device.empty((rows,), torch.int64).zero_(),
-        )
+        zeroed(self._device, *state.kv, state.table_RM, state.last_token_R)
+        return state
 
     def _capture(self, bucket: int) -> tuple[Graph, Workspace]:
         dp, size = self._comm.topology.dp, self._comm.topology.attention_size
@@ -429,8 +429,7 @@ class Engine:
         ws = Workspace.make(
             self._device, self._model, plan, self._dp_rank, sizes=sizes, features=self._features
         )
-        ws.packed.zero_()
-        ws.counts_W.zero_()
+        zeroed(self._device, ws.packed, ws.counts_W)
         return self._forward.capture(ws, f"decode.{bucket}"), ws
 
     def _end_requests(self, request_ids: Sequence[str]) -> None:

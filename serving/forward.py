@@ -23,6 +23,16 @@ from serving.dp_attention import StepPlan, gather, scatter, valid_rows
 from serving.weights import even_share
 
 
+def zeroed(device: Device, *tensors: torch.Tensor) -> None:
+    """Enqueues zeros into them, on the stream that uses them first: what is written beside it may come later."""
+
+    def zero() -> None:
+        for tensor in tensors:
+            tensor.zero_()
+
+    device.compute.run(zero, "zero")
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceState:
     """Device memory that lives as long as the engine. Row 0 and slot 0 are where padding goes."""
@@ -150,7 +160,8 @@ class Forward:
         self._spread = comm.group("output") if features.output_parallel else None
         self._stats = comm.group(features.stats_group) if features.stats else None
         self._stats_joined = features.stats_joined
-        self._total_X = device.empty((model.config.n_routed_experts,), torch.int64).zero_()
+        self._total_X = device.empty((model.config.n_routed_experts,), torch.int64)
+        zeroed(device, self._total_X)
         self._last_moe = max(filter(model.is_moe, range(model.config.num_hidden_layers)), default=None)
 
     def capture(self, ws: Workspace, name: str) -> Graph:
@@ -187,6 +198,9 @@ class Forward:
         if self._stats is None:
             return
         counts_X = self._device.empty(tuple(ws.routed_X.shape), torch.int64)
+        held = [
+            counts_X
+        ]  # memory of compute, which goes on: it may not have it back before comm is done with it
 
         def take() -> None:
             counts_X.copy_(ws.routed_X)
@@ -196,7 +210,7 @@ class Forward:
 
         self._device.compute.run(take, "expert_counts")
         self._stats.all_reduce(counts_X, join=self._stats_joined)
-        self._device.comm.run(add, "expert_totals")
+        self._device.comm.run(add, "expert_totals", done=held.clear)
 
     def routed_tokens(self) -> list[int]:
         """Tokens of all passes that each expert got on all ranks; zeros without ``stats``. Call it when ``comm`` is

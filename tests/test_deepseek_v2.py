@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from serving import rope
+from serving import attention, rope
 from serving.deepseek_v2 import DeepseekV2
 from serving.model_config import LITE, TINY, ModelError, YarnScaling
 from serving.weights import expert_range, random_weights, tensor_shapes
@@ -208,9 +210,11 @@ def test_absorbed_attention_equals_plain(variant: str) -> None:
         close(absorbed.forward([[step], [9 - step]]), plain.forward([[step], [9 - step]]))
 
 
-def attention_case(model: DeepseekV2, kv_lens: Sequence[int], tokens: int) -> tuple[torch.Tensor, ...]:
+def attention_case(
+    model: DeepseekV2, kv_lens: Sequence[int], tokens: int, seed: int = 3
+) -> tuple[torch.Tensor, ...]:
     """Queries, pool and table of rows with these lengths; unowned slots are NaN and unused entries -1."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     heads, width = model.config.num_attention_heads, model.config.latent_dim
     q_THE = torch.randn(tokens, heads, width, generator=generator)
     kv_SC = torch.full((sum(kv_lens) + 3, width), torch.nan)
@@ -235,6 +239,43 @@ def test_padded_rows_are_zero_and_change_nothing(tiny: DeepseekV2) -> None:
     idle = tiny.attend(q_THE, kv_SC, table_BM, (0, 0, 0, 0), (1, 1, 1, 1))
     assert idle.shape == decoded.shape
     assert (idle == 0).all()
+
+
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    seed=st.integers(0, 2**16),
+    further=st.integers(0, 5),
+)
+def test_lengths_on_the_device_give_what_lengths_on_the_host_give(
+    tiny: DeepseekV2, lengths: list[int], seed: int, further: int
+) -> None:
+    """A captured graph reads them there: the table's whole width is computed, and nothing beyond a length counts."""
+    rows, kv_lens, q_lens = len(lengths), tuple(lengths), (1,) * len(lengths)
+    q_THE, kv_SC, table_BM = attention_case(tiny, kv_lens, rows, seed)
+    table_BM = torch.nn.functional.pad(table_BM, (0, further), value=-1)
+    with torch.no_grad():
+        wanted = tiny.attend(q_THE, kv_SC, table_BM, kv_lens, q_lens)
+        found = tiny.attend(q_THE, kv_SC, table_BM, torch.tensor(kv_lens), torch.tensor(q_lens))
+    close(found, wanted)
+    assert (found[[length == 0 for length in lengths]] == 0).all()
+
+
+def test_lengths_on_the_device_are_checked_by_their_shapes(tiny: DeepseekV2) -> None:
+    q_THE, kv_SC, table_BM = attention_case(tiny, (5, 7), 2)
+    ones, lens = torch.tensor([1, 1]), torch.tensor([5, 7])
+    for kv_lens, q_lens, queries, said in (
+        (lens, (1, 1), q_THE, "both as tensors"),
+        (lens[:1], ones, q_THE, r"\[1\] and \[2\]"),
+        (lens, ones, q_THE[:1], "1 were given"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            tiny.attend(queries, kv_SC, table_BM, kv_lens, q_lens)
+
+
+def test_lengths_travel_by_value() -> None:
+    for lens in ((), (3,), (0, 9, 2**40)):
+        filled = attention.by_value(lens, torch.device("cpu"))
+        assert torch.equal(filled, attention.on_device(lens, torch.device("cpu")))
 
 
 def test_attention_follows_the_host_lengths(tiny: DeepseekV2) -> None:

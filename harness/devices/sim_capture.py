@@ -31,7 +31,8 @@ _UNINITIALISED = frozenset(
 )
 _FACTORY_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 _RESIZING = frozenset({"resize_", "resize_as_", "set_", "resize"})
-_TO_HOST = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+TO_HOST = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+"""Ways to the host that no aten call shows."""
 
 
 class Recorder:
@@ -104,23 +105,28 @@ class Recorder:
                         self._before[memory] = (storage, copy(storage))
 
     def _admit(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        name, tags = _name(func), func.tags
-        if name in _RESIZING:
-            raise self.refuse(str(func), "changes a tensor's memory")
-        if torch.Tag.data_dependent_output in tags:
-            raise self.refuse(str(func), "needs a value on the host, which would synchronise")
-        if name == "lift_fresh" and args[0].dim() > 0:
-            raise self.refuse(
-                "a tensor made from Python values", "is a blocking copy from the host; make it before"
-            )
-        if torch.Tag.nondeterministic_seeded in tags and kwargs.get("dropout_p", _dropout(func, args)) != 0.0:
-            raise self.refuse(
-                str(func), "draws random numbers, which a replay would draw again from other state"
-            )
-        if torch.Tag.dynamic_output_shape in tags and name != "index" and kwargs.get("output_size") is None:
-            raise self.refuse(str(func), "has a shape that depends on data")
-        if _has_mask(name, args):
-            raise self.refuse(f"{func} with a mask", "has a shape that depends on data")
+        found = obstacle(func, args, kwargs)
+        if found is not None:
+            raise self.refuse(*found)
+
+
+def obstacle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
+    """What of one aten call no accelerator can capture, and why; None: it can be captured. All but the memory
+    changed and the random numbers would also make the host wait."""
+    name, tags = _name(func), func.tags
+    if name in _RESIZING:
+        return str(func), "changes a tensor's memory"
+    if torch.Tag.data_dependent_output in tags:
+        return str(func), "needs a value on the host, which would synchronise"
+    if name == "lift_fresh" and args[0].dim() > 0:
+        return "a tensor made from Python values", "is a blocking copy from the host; make it before"
+    if torch.Tag.nondeterministic_seeded in tags and kwargs.get("dropout_p", _dropout(func, args)) != 0.0:
+        return str(func), "draws random numbers, which a replay would draw again from other state"
+    if torch.Tag.dynamic_output_shape in tags and name != "index" and kwargs.get("output_size") is None:
+        return str(func), "has a shape that depends on data"
+    if _has_mask(name, args):
+        return f"{func} with a mask", "has a shape that depends on data"
+    return None
 
 
 def _again(
@@ -249,7 +255,7 @@ class _FunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _TO_HOST:
+        if func in TO_HOST:
             raise self._recorder.refuse(
                 f"Tensor.{func.__name__}", "needs values on the host, which would synchronise"
             )
