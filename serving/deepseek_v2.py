@@ -137,8 +137,8 @@ class DeepseekV2:
     ) -> torch.Tensor:
         """Latent output (T, H, R) of absorbed queries over the pool. Rows and lengths: see ``attention.py``.
 
-        With one query in every row there is no loop over rows. With lengths on the host it is not capturable: shapes
-        follow them.
+        With one query in every row there is no loop over rows. With lengths on the host it is not capturable:
+        shapes follow them.
         """
         scale, rank = self._softmax_scale, self.config.kv_lora_rank
         return attention.attend_absorbed(q_THE, kv_SC, table_BM, kv_lens, q_lens, scale=scale, value_dim=rank)

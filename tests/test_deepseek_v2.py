@@ -249,7 +249,7 @@ def test_padded_rows_are_zero_and_change_nothing(tiny: DeepseekV2) -> None:
 def test_lengths_on_the_device_give_what_lengths_on_the_host_give(
     tiny: DeepseekV2, lengths: list[int], seed: int, further: int
 ) -> None:
-    """A captured graph reads them there: the table's whole width is computed, and nothing beyond a length counts."""
+    """A captured graph reads them there: all of the table's width is computed, nothing beyond a length counts."""
     rows, kv_lens, q_lens = len(lengths), tuple(lengths), (1,) * len(lengths)
     q_THE, kv_SC, table_BM = attention_case(tiny, kv_lens, rows, seed)
     table_BM = torch.nn.functional.pad(table_BM, (0, further), value=-1)

@@ -1,8 +1,9 @@
 """Nothing that the engine enqueues makes the host wait for a device.
 
-On the simulated device a look at a value costs nothing, on a real one it is a barrier: the engine would hide the very
-hang that it is to show, and its latencies would be those of the barrier. So a whole trial runs with every stream
-operation under modes that refuse what would synchronise. Captured operations are refused by the capture itself.
+On the simulated device a look at a value costs nothing, on a real one it is a barrier: the engine would hide the
+very hang that it is to show, and its latencies would be those of the barrier. So a whole trial runs with every
+stream operation under modes that refuse what would synchronise. Captured operations are refused by the capture
+itself.
 """
 
 from __future__ import annotations
