@@ -11,6 +11,7 @@ Not here: clusters (``cluster.py``), who watches the ranks (``agents.py``).
 from __future__ import annotations
 
 import importlib
+import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from harness import process_control, tracing
 from harness.cluster import Cluster, ClusterError, Node, nodes
 from harness.process_control import ProcessId
+from harness.rank_environment import Patience, RankEnvironment, rank_environment
 from harness.target import RankProcess
 
 DeviceKind: TypeAlias = Literal["sim", "cpu", "cuda", "npu"]
@@ -58,6 +60,17 @@ class RankHost:
             "log_path": str(Path("/proc/self/fd/2").readlink()),
             "output_path": str(Path("/proc/self/fd/1").readlink()),
         }
+
+    def prepare(
+        self, device: str, folder: str, patience: Patience, theirs: Mapping[str, str]
+    ) -> RankEnvironment:
+        """Sets what the libraries of an accelerator read when they are loaded, which nobody has done yet. Decided
+        here, because only this process knows what its node's environment has. ``theirs``: of the engine that it
+        starts."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        found = rank_environment(device, {**os.environ, **theirs}, folder, patience)
+        os.environ.update(found.set)
+        return found
 
     def observe(self, dump_path: str, tracer_pid: int | None) -> None:
         """Lets a capture see this process: its own stack dump on request, and a tracer where one is named."""
@@ -102,6 +115,10 @@ class PoolOptions:
     """Until every constructor has returned."""
     devices: int = 1
     """Accelerators of each process."""
+    patience: Patience | None = None
+    """How long the libraries of an accelerator must wait; None: their environment is left alone."""
+    engine_env: Mapping[str, str] = field(default_factory=dict)
+    """What the engine that these processes start has in its own environment."""
     end_s: float = 10.0
 
 
@@ -127,6 +144,8 @@ class RankPool:
         self._ranks: dict[int, _Rank] = {}
         self._group: Any = None
         self._nodes: dict[str, Node] = {}
+        self.environments: dict[int, RankEnvironment] = {}
+        """By rank, what was set for the libraries of its accelerator; empty on devices without."""
 
     # What a target uses ----------------------------------------------------------------------------------
 
@@ -263,6 +282,7 @@ class RankPool:
                 self._ranks[rank] = self._entry(rank, actor, kwargs[rank])
             if self._owner is not None:
                 self._owner(self.processes)
+            self._prepare(actors, deadline)
             seen = [self._observe(self._ranks[rank]) for rank in kwargs]
             self._wait_for(seen, deadline, "become observable")
             built = [
@@ -275,6 +295,18 @@ class RankPool:
             self.stop(self._options.end_s)
             raise
         return [self._ranks[rank].process for rank in sorted(kwargs)]
+
+    def _prepare(self, actors: Mapping[int, Any], deadline: float) -> None:
+        options = self._options
+        if options.patience is None or options.dumps is None or options.device not in ("cuda", "npu"):
+            return
+        folder = str(options.dumps / self._name)
+        asked = [
+            actor.prepare.remote(options.device, folder, options.patience, dict(options.engine_env))
+            for actor in actors.values()
+        ]
+        self._wait_for(asked, deadline, "set their environment")
+        self.environments |= zip(actors, ray.get(asked, timeout=options.end_s), strict=True)
 
     def _actor(self, rank: int) -> Any:
         options = self._options

@@ -5,12 +5,13 @@ Not here: the processes themselves (``rank_pool.py``) and what an engine needs t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.agents import Agents
 from harness.cluster import Cluster, ClusterError, Node, nodes
 from harness.process_control import ProcessId
+from harness.rank_environment import Patience, RankEnvironment
 from harness.rank_pool import DeviceKind, PoolOptions, RankPool
 from harness.target import EngineSpec, LaunchSpec, Needs, RankProcess, Target, find_target
 
@@ -20,11 +21,21 @@ _END_S = 10.0
 class Ranks:
     """At most one set of ranks lives at a time."""
 
-    def __init__(self, cluster: Cluster, agents: Agents, scratch: Path, *, start_s: float) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        agents: Agents,
+        scratch: Path,
+        *,
+        start_s: float,
+        patience: Patience | None = None,
+    ) -> None:
+        """``scratch``: a directory of this run on every node. ``patience``: of the accelerators' libraries."""
         self._cluster = cluster
         self._agents = agents
         self._scratch = scratch
         self._start_s = start_s
+        self._patience = patience
         self._key: tuple[object, ...] = ()
         self._pool: RankPool | None = None
         self._target: Target | None = None
@@ -37,6 +48,11 @@ class Ranks:
         if self._target is None:
             raise RuntimeError("no ranks are up; call ensure first")
         return self._target
+
+    @property
+    def environments(self) -> Mapping[int, RankEnvironment]:
+        """What was set for the accelerator's libraries, by process that the pool started; empty on sim and cpu."""
+        return {} if self._pool is None else self._pool.environments
 
     def ensure(self, name: str, spec: EngineSpec, timeout_s: float) -> Sequence[RankProcess]:
         """The ranks of target ``name``, warm where they fit. Raises ClusterError or TargetError, with nothing
@@ -91,6 +107,8 @@ class Ranks:
             dumps=self._scratch,
             placement=placement,
             devices=needs.devices,
+            patience=self._patience,
+            engine_env=spec.target.get("env", {}),
         )
 
     def discard(self, deadline_s: float) -> list[ProcessId]:

@@ -315,6 +315,10 @@ class Watchdog(Table):
         """From the last progress to the end of a capture, at worst."""
         return max(self.ceiling_s, self.startup_s) + self.confirm_after_s + self.capture_s
 
+    def trial_s(self) -> float:
+        """The longest trial, with the capture that its timeout makes."""
+        return self.trial_timeout_s + self.confirm_after_s + self.capture_s
+
 
 class Jitter(Table):
     """Seeded delays where a site is passed, log-uniform in length. They break nothing."""

@@ -32,6 +32,7 @@ from harness.judge import HISTORY, TrialContext, journal_tokens, judge
 from harness.launch_plan import engine_spec
 from harness.live import LiveView
 from harness.process_control import ProcessId
+from harness.rank_environment import Patience, RankEnvironment, environment_record
 from harness.ranks import Ranks
 from harness.request import RunRequest
 from harness.scenario_model import Scenario
@@ -109,6 +110,8 @@ class Session:
     """Shows the trials; one of the session's own where none is given."""
     _references: set[Path] = field(default_factory=set)
     _dirty: str | None = None
+    _environments: dict[str, dict[int, RankEnvironment]] = field(default_factory=dict)
+    """Of the newest ranks of each target."""
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Raises ClusterError when nothing could be started."""
@@ -149,7 +152,7 @@ class Session:
             agents.start(cluster, _START_S)
             down.callback(lambda: left.extend(cluster.stop(_END_S)))
             down.callback(lambda: left.extend(agents.stop(_END_S)))
-            ranks = Ranks(cluster, agents, scratch, start_s=_RANKS_S)
+            ranks = Ranks(cluster, agents, scratch, start_s=_RANKS_S, patience=self._patience())
             down.callback(lambda: left.extend(ranks.discard(_END_S)))
             down.callback(view.close)
             try:
@@ -162,13 +165,26 @@ class Session:
     def wait_s(self, scenario: Scenario) -> float:
         """Deadline of the engine's own waits. Ranks that are held for a debugger must still stand where they
         hung when it comes."""
-        if self.request.on_hang != "hold":
-            return scenario.engine.step_timeout_s
-        return scenario.engine.step_timeout_s + (self.request.hold_s or AgentOptions().lifetime_s)
+        return scenario.engine.step_timeout_s + self._held_s()
 
     def _ensure(self, scenario: Scenario, plan: TrialPlan, ranks: Ranks) -> Sequence[RankProcess]:
         spec = engine_spec(scenario, plan.device, plan.toggles)
         return ranks.ensure(scenario.target.name, spec, self.wait_s(scenario))
+
+    def _patience(self) -> Patience:
+        """What the accelerators' libraries must wait for, whichever scenario meets the warm ranks."""
+        watchdogs = [scenario.watchdog for scenario in self.request.scenarios]
+        held_s = self._held_s()
+        return Patience(
+            hang_s=max(watchdog.longest_s() for watchdog in watchdogs) + held_s,
+            trial_s=max(watchdog.trial_s() for watchdog in watchdogs) + held_s,
+        )
+
+    def _held_s(self) -> float:
+        """For how long hung ranks are kept for a debugger."""
+        if self.request.on_hang != "hold":
+            return 0.0
+        return self.request.hold_s or AgentOptions().lifetime_s
 
     def _capture_s(self) -> float:
         return max(scenario.watchdog.capture_s for scenario in self.request.scenarios)
@@ -195,6 +211,7 @@ class Session:
                 self._reference(scenario, plan, reference, agents, ranks, view)
                 processes = () if self.interrupts.count else self._ensure(scenario, plan, ranks)
             if processes:
+                self._record_environment(scenario, plan, store, ranks, view)
                 ended = self._drive(scenario, plan, store, agents, ranks, processes, view)
                 facts = history(ended, processes, ranks.target.others())
                 self._store_results(store, ended)
@@ -299,6 +316,22 @@ class Session:
         write_json(path, {"why": f"the reference did not finish: {why}"})
         ranks.discard(_END_S)
         view.end(f"did not finish: {why}")
+
+    def _record_environment(
+        self, scenario: Scenario, plan: TrialPlan, store: TrialStore, ranks: Ranks, view: LiveView
+    ) -> None:
+        """Nothing on devices without libraries that read one."""
+        if not ranks.environments:
+            return
+        record = environment_record(plan.device, ranks.environments)
+        write_json(store.evidence / "rank_environment.json", record)
+        name = scenario.target.name
+        if self._environments.get(name) != ranks.environments:
+            self._environments[name] = dict(ranks.environments)
+            known = self.store.document.get("rank_environments", {})
+            self.store.remember(rank_environments={**known, name: record})
+            for trap in dict.fromkeys(t for one in ranks.environments.values() for t in one.traps):
+                view.line(f"environment: {trap.words}; {trap.mend}")
 
     def _keep_as_reference(self, path: Path, plan: TrialPlan, ended: Ended) -> None:
         """The first finished trial of a seed is what the other arms' tokens are held against: another start of a

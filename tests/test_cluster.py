@@ -16,6 +16,7 @@ from harness import process_control
 from harness.agents import Agents
 from harness.cluster import ClusterError, ClusterOptions, ExistingCluster, LocalCluster
 from harness.process_control import ProcessId
+from harness.rank_environment import Patience
 from harness.rank_pool import PoolOptions, RankPool
 from harness.target import RankProcess
 
@@ -203,6 +204,29 @@ def test_npus_are_reserved_and_shown_to_the_ranks(system: Rig) -> None:
         assert pool.stop(10.0) == []
     with pytest.raises(ClusterError, match="3 ranks on npu need 3 NPU, the cluster has 2"):
         pool.start(rig.RANK, [{"rank": rank, "world": 3} for rank in range(3)])
+
+
+def test_ranks_on_npus_get_an_environment_for_their_libraries(system: Rig, tmp_path: Path) -> None:
+    options = PoolOptions(
+        device="npu",
+        env={"HCCL_EXEC_TIMEOUT": "600"},
+        dumps=tmp_path,
+        patience=Patience(hang_s=60, trial_s=300),
+        engine_env={"TORCH_HCCL_STATUS_SAVE_INTERVAL": "9"},
+    )
+    pool = RankPool(system.cluster, options)
+    pool.start(rig.RANK, [{"rank": rank, "world": 2} for rank in range(2)])
+    try:
+        assert sorted(pool.environments) == [0, 1]
+        found = pool.environments[0]
+        assert found.left == {"HCCL_EXEC_TIMEOUT": "600", "TORCH_HCCL_STATUS_SAVE_INTERVAL": "9"}
+        names = ("TORCH_HCCL_DEBUG_INFO_PIPE_FILE", "HCCL_EXEC_TIMEOUT")
+        pool.call("environment", [(name,) for name in names])
+        done = rig.until(lambda: len(pool.poll()[0]) == 2 and pool.poll()[0], "two answers")
+        assert done == {0: found.set[names[0]], 1: "600"}
+        assert Path(found.set[names[0]]).parent.is_dir(), "a library that finds no folder for its pipe aborts"
+    finally:
+        assert pool.stop(10.0) == []
 
 
 def test_an_address_where_nothing_answers_is_refused() -> None:
