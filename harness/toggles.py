@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from harness.device_facts import accelerators
+
 VALUES: Mapping[str, tuple[str, ...]] = {
     "probe": ("off", "on"),
     "pinned": ("pageable", "pinned", "pinned_sync", "pinned_snapshot"),
@@ -42,11 +44,25 @@ class Facts:
     device_count: int | None = None
     hip: bool = False
     target: str = BUILTIN
+    peer_access: bool | None = None
+    """Every rank's device can read the memory of every other one's."""
+    graphs: bool | None = None
+    """torch has captured graphs for the device."""
+    shmem: str | None = None
+    """On NPU: what stands against torch's symmetric memory there, in a clause."""
 
     @property
     def foreign(self) -> bool:
         """The engine is not ours: it has defaults of its own, and no modelled defects."""
         return self.target != BUILTIN
+
+    @property
+    def ranks_per_device(self) -> int:
+        """Ranks of the built-in engine that one device holds, at most. Only CUDA lets processes share one: an NPU
+        belongs to the process that took it, and a foreign engine places its ranks itself."""
+        if self.device != "cuda" or self.foreign or not self.device_count:
+            return 1
+        return -(-self.world // self.device_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +97,18 @@ def gather_facts(device: str, world: int, target: str = BUILTIN) -> Facts:
         torch_version = "0"
     if device in ("sim", "cpu"):
         return Facts(device, world, torch_version, target=target)
-    import torch
-
-    try:
-        module = torch.get_device_module(device)
-    except (RuntimeError, AttributeError, ImportError):
-        return Facts(device, world, torch_version, device_count=0, target=target)
-    hip = device == "cuda" and torch.version.hip is not None
-    count = int(module.device_count())
-    return Facts(device, world, torch_version, device_count=count, hip=hip, target=target)
+    found = accelerators(device, world)
+    return Facts(
+        device,
+        world,
+        torch_version,
+        device_count=found.count,
+        hip=found.hip,
+        target=target,
+        peer_access=found.peer_access,
+        graphs=found.graphs,
+        shmem=found.shmem,
+    )
 
 
 def resolve(requested: Mapping[str, str], facts: Facts) -> dict[str, Resolution]:
@@ -142,13 +161,19 @@ def _symm_mem(asked: str, facts: Facts, done: Resolutions) -> Answer:
         return "off", f"needs at least 2 ranks, there is {facts.world}"
     if facts.device == "sim":
         return "on", "as requested; the symmetric heap is simulated"
-    wanted = ".".join(map(str, SYMM_MEM_TORCH))
+    wanted = f"needs torch ≥ {'.'.join(map(str, SYMM_MEM_TORCH))} and CUDA or HIP"
     if facts.device != "cuda":
-        return "off", f"needs torch ≥ {wanted} and CUDA or HIP; the device is {facts.device}"
+        probed = f"; NPUSHMEM: {facts.shmem}" if facts.device == "npu" and facts.shmem else ""
+        return "off", f"{wanted}; the device is {facts.device}{probed}"
     if torch_release(facts.torch_version) < SYMM_MEM_TORCH:
-        return "off", f"needs torch ≥ {wanted} and CUDA or HIP; torch is {facts.torch_version}"
+        return "off", f"{wanted}; torch is {facts.torch_version}"
     if facts.device_count is not None and facts.device_count < facts.world:
         return "off", f"needs one device a rank: {facts.world} ranks, {facts.device_count} devices"
+    if facts.peer_access is False:
+        return (
+            "off",
+            "needs peer access between the ranks' devices, which this machine does not have between all",
+        )
     return "on", "as requested"
 
 
@@ -157,6 +182,13 @@ def _graph(asked: str, facts: Facts, done: Resolutions) -> Answer:
         return "off", "as requested" if asked == "off" else "safe default"
     if facts.hip:
         return "off", "host-argument updates of a captured graph were never tried on HIP"
+    if facts.graphs is False:
+        return "off", f"this torch has no captured graphs for {facts.device}"
+    if facts.ranks_per_device > 1:
+        return "off", (
+            f"{facts.ranks_per_device} ranks share a device: gloo carries their data through the host, and a graph "
+            "cannot hold that"
+        )
     return "on", "as requested"
 
 

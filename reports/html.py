@@ -25,6 +25,7 @@ from reports.hang_text import heading
 from reports.injected import Injected, injected
 from reports.known import new_issues, web_address
 from reports.model import Result, TrialResult
+from reports.toggles import toggle_rows
 
 LATENCY_ORDER = ("step", "next_token_copy", "bitmask_copy", "token_count_copy")
 
@@ -79,7 +80,7 @@ def render(result: Result, stored: StoredRun) -> str:
             new_issues=new_issues(result),
             charts=latency_charts(result),
             paths=latency_paths(result),
-            toggles=_toggles(result),
+            toggles=toggle_rows(result),
             versions=flatten(result.versions),
             machine=flatten(result.machine),
             link=_Links(stored),
@@ -121,19 +122,6 @@ def latency_charts(result: Result) -> list[Chart]:
         if chart is not None:
             charts.append(chart)
     return charts
-
-
-def _toggles(result: Result) -> list[tuple[str, str, str, str, bool]]:
-    """(requested, resolved, why, arms, changed): one row per distinct resolution of a toggle."""
-    rows: dict[tuple[str, str, str, str], list[str]] = {}
-    for arm in result.arms:
-        for item in arm.resolutions:
-            key = (item.toggle, item.requested, item.resolved, item.why)
-            rows.setdefault(key, []).append(arm.name)
-    return [
-        (f"{toggle}={requested}", f"{toggle}={resolved}", why, str(len(set(arms))), requested != resolved)
-        for (toggle, requested, resolved, why), arms in sorted(rows.items())
-    ]
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> list[Setting]:

@@ -43,6 +43,13 @@ def _suite(result: Result, scenario: ScenarioResult) -> ET.Element:
     if result.simulation:
         ET.SubElement(properties, "property", {"name": "simulation", "value": clean(result.simulation_note)})
     for arm in scenario.arms:
+        for item in arm.resolutions:
+            told = f"{item.requested} → {item.resolved}, {item.why}"
+            name = clean(f"{arm.name}: {item.toggle}")
+            ET.SubElement(properties, "property", {"name": name, "value": clean(told)})
+        if arm.same_as is not None:
+            same = {"name": clean(f"{arm.name}: same as"), "value": clean(arm.same_as)}
+            ET.SubElement(properties, "property", same)
         for trial in arm.trials:
             suite.append(_case(arm, trial))
         if _judged_as_a_whole(arm):

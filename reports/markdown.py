@@ -12,6 +12,7 @@ from reports import words
 from reports.hang_text import diagnosis_lines, hang_groups, heading
 from reports.known import new_issues, web_address
 from reports.model import ArmResult, Recognition, Result
+from reports.toggles import toggle_rows
 
 _BARE_PIPE = re.compile(r"(?<!\\)\|")
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|#~])")
@@ -62,6 +63,7 @@ def render(result: Result) -> str:
         lines += [*table(head, map(_arm, scenario.arms)), ""]
     lines += _hangs(result)
     lines += _checks(result)
+    lines += _toggles(result)
     lines += _notes(result)
     if result.engine_notes:
         lines += [
@@ -129,6 +131,21 @@ def _issue(known: Recognition) -> str:
     until = f"until {known.expires}" if known.expires else ""
     told = [escape(known.title or known.note), link, until, escape(known.why)]
     return "; ".join(filter(None, told))
+
+
+def _toggles(result: Result) -> list[str]:
+    """Every toggle as it was asked for and as the platform gave it."""
+    rows = [
+        (
+            code(f"{row.toggle}={row.requested}"),
+            code(f"{row.toggle}={row.resolved}"),
+            str(row.arms),
+            escape(row.why),
+        )
+        for row in toggle_rows(result)
+    ]
+    head = ("requested", "resolved", "arms", "why")
+    return ["## Toggles: requested and resolved", "", *table(head, rows), ""] if rows else []
 
 
 def _notes(result: Result) -> list[str]:

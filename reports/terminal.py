@@ -1,4 +1,5 @@
-"""The result on a terminal: verdict, arms, hangs in a few lines each, the lines that repeat them.
+"""The result on a terminal: verdict, arms, toggles that were refused, hangs in a few lines each, the lines that
+repeat them.
 
 Plain text where the stream is no terminal. Text from a run is never read as markup, and control characters
 in it (a terminal obeys them) are shown as escapes.
@@ -16,6 +17,7 @@ from reports import words
 from reports.hang_text import diagnosis_lines, hang_groups
 from reports.known import new_issues
 from reports.model import Result, ScenarioResult
+from reports.toggles import toggle_rows
 
 _STYLES = {"pass": "green", "fail": "bold red", "unknown": "yellow", "skipped": "dim"}
 _PLAIN_WIDTH = 150
@@ -45,6 +47,9 @@ def show(result: Result, stream: IO[str]) -> None:
     )
     for scenario in result.scenarios:
         console.print(_arms(scenario))
+    for row in toggle_rows(result):
+        if row.refused:
+            console.print(Text(f"toggle {printable(row.line)}", style="yellow"), soft_wrap=True)
     for first, others in hang_groups(result):
         title, *facts = map(printable, diagnosis_lines(first))
         more = f" (and {words.count(len(others), 'other trial')} alike)" if others else ""
@@ -77,7 +82,7 @@ def _arms(scenario: ScenarioResult) -> Table:
     for arm in scenario.arms:
         step = arm.latency_us.get("step")
         table.add_row(
-            Text(printable(arm.name)),
+            Text(printable(arm.name if arm.same_as is None else f"{arm.name} (as {arm.same_as})")),
             Text(printable(arm.expectation.hang)),
             words.hung(arm.hangs, arm.slow),
             words.interval(arm.hangs),

@@ -180,6 +180,20 @@ def test_terminal_is_plain_text_without_a_tty(run: Path) -> None:
     assert "stream: compute, graph.replay decode[8] #412 from serving/engine.py:212" in text
 
 
+def test_every_report_tells_what_became_of_the_toggles(run: Path) -> None:
+    """Requested, resolved and why; on a terminal only what somebody asked for and did not get."""
+    stream = io.StringIO()
+    terminal.show(build(read_run(run)), stream)
+    why = "needs torch 2.8 or newer and CUDA"
+    assert f"toggle symm_mem: on → off, {why}" in stream.getvalue()
+    assert "toggle pinned" not in stream.getvalue()
+    assert f"| `symm_mem=on` | `symm_mem=off` | 3 | {why} |" in (run / "summary.md").read_text()
+    page = (run / "report.html").read_text()
+    assert "<b><code>symm_mem=off</code></b>" in page and why in page
+    told = {entry.get("name"): entry.get("value") for entry in ET.parse(run / "junit.xml").iter("property")}
+    assert told["pinned=pinned: symm_mem"] == f"on → off, {why}"
+
+
 # --- the page ----------------------------------------------------------------------------------------------
 
 
