@@ -15,7 +15,7 @@ from bench.arms import Arm, Plan
 from bench.figures import Figure, stepped
 from bench.pair import HeldPair, RankPair
 from bench.settings import Settings
-from harness.devices.sim_streams import call_site
+from harness.devices.call_sites import call_site
 from harness.ledger import LedgerReader, LedgerWriter
 
 _WARM_STEPS = 4

@@ -69,7 +69,8 @@ class Skip(Fault):
 
 @register
 class Delay(Fault):
-    """The thread that passes the site takes ``seconds`` longer, asleep or computing."""
+    """The thread that passes the site takes ``seconds`` longer, asleep or computing. At a stream's site on a real
+    accelerator ``sleep`` keeps the stream busy; the other two hold up the host, which enqueues there."""
 
     name: Literal["delay"]
     sites: ClassVar[tuple[str, ...]] = ALL
@@ -80,7 +81,7 @@ class Delay(Fault):
 
     def act(self, passing: Passing, memory: dict[str, Any]) -> None:
         if self.how == "sleep":
-            time.sleep(self.seconds)
+            (passing.stall or time.sleep)(self.seconds)
         elif self.how == "child":
             spin = f"import time\nend = time.monotonic() + {self.seconds}\nwhile time.monotonic() < end: pass"
             subprocess.run([sys.executable, "-S", "-c", spin], stdin=subprocess.DEVNULL, check=True)
@@ -98,13 +99,16 @@ def _source() -> str:
 
 @register
 class Block(Fault):
-    """The thread waits for something that never comes."""
+    """The thread waits for something that never comes; on a real accelerator the stream does."""
 
     name: Literal["block"]
     sites: ClassVar[tuple[str, ...]] = ALL
 
     def act(self, passing: Passing, memory: dict[str, Any]) -> None:
-        threading.Event().wait(_LONG_S)
+        if passing.stall is None:
+            threading.Event().wait(_LONG_S)
+        else:
+            passing.stall(None)
 
 
 @register

@@ -11,7 +11,7 @@ simulated device (``devices/sim.py``), which model a platform and not a mistake 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -146,6 +146,9 @@ class Passing:
     """The host's step at that moment; on a stream's thread the host may be a step ahead."""
     values: dict[str, Any]
     skipped: bool = False
+    stall: Callable[[float | None], None] | None = None
+    """On a real accelerator, at a site of a stream: the host passes it there, and this keeps the stream busy for so
+    many seconds, None: for ever. Where it is None the thread that passes the site is the one to hold up."""
 
     def __getitem__(self, key: str) -> Any:
         try:
@@ -184,7 +187,9 @@ class Active:
     _launched: dict[str, Any] = field(default_factory=dict, init=False)
     """``OF_THE_STEP`` of the newest launch."""
 
-    def visit(self, site: str, **values: Any) -> Passing:
+    def visit(
+        self, site: str, *, stall: Callable[[float | None], None] | None = None, **values: Any
+    ) -> Passing:
         """Raises what a visitor raises: that is what the code at the site then sees."""
         if site == "rank.step":
             self.step = values["step"]
@@ -192,7 +197,7 @@ class Active:
             self._launched = {key: values[key] for key in OF_THE_STEP if key in values}
         elif site == "comm.enqueue":
             values |= self._launched
-        passing = Passing(site, self.rank, self.step, values)
+        passing = Passing(site, self.rank, self.step, values, stall=stall)
         for visitor in self.visitors:
             visitor.visit(passing)
         return passing

@@ -26,7 +26,7 @@ ENGINE = "/site/serving/engine.py"
 
 MINE = """
 from typing import Any, ClassVar, Literal
-from harness.devices.sim_streams import call_site
+from harness.devices.call_sites import call_site
 from harness.fault_model import Fault, register
 from harness.faults import Passing
 

@@ -1,12 +1,14 @@
 """What an engine may ask of an accelerator: streams, events, buffers, copies and graphs.
 
-The engine is written once, against these protocols; each device is a module beside this one (``sim.py``).
-Nothing here runs anything. The words are PyTorch's, with three additions that the Ascend case needs:
+The engine is written once, against these protocols; each device is a module beside this one (``sim.py``,
+``cuda.py``, ``npu.py``). Nothing here runs anything. The words are PyTorch's, with three additions that the
+Ascend case needs:
 
 * an *external event* is a flag, not a counter: a record writes 1, a wait waits for 1 and then writes 0,
   so a record made while the flag is still 1 is lost (CANN, `NPUGraph.update`);
 * a *host argument* is a value (for example sequence lengths) that a captured operation took from host
-  memory; a replayed graph takes the newest value that an update bound to it;
+  memory; a replayed graph takes the newest value that an update bound to it. In a capture on a real accelerator a
+  tuple of whole numbers comes to the operation as an int64 tensor of the device, of that length;
 * a *staging buffer* is the host source of one copy to the device.
 """
 
@@ -28,6 +30,10 @@ HostOp: TypeAlias = Callable[[HostArgs], None]
 
 class DeviceError(RuntimeError):
     """An operation failed on the device. Sticky: every later wait on that device raises it again."""
+
+
+class DeviceUnavailable(RuntimeError):
+    """There is no such device, or this process cannot use it. Says what to do."""
 
 
 class DeviceTimeout(TimeoutError):
@@ -84,6 +90,11 @@ class Stream(Protocol):
         """Later work of this stream starts after ``event``; the host does not wait."""
 
     def synchronize(self, timeout_s: float) -> None: ...
+
+    @property
+    def stall(self) -> Callable[[float | None], None] | None:
+        """What keeps the stream busy for so many seconds (None: for ever) in a fault that the host passes. None
+        where the stream has a thread that a fault can hold up itself."""
 
 
 class HostBuffer(Protocol):
@@ -158,10 +169,13 @@ class Device(Protocol):
 
         During a capture it becomes a node that, on every replay, waits for ``event`` (and clears it),
         then runs ``op`` with the newest arguments bound by ``graph_update``. Outside one, ``event`` is unused.
+        In a capture on a real accelerator ``op`` is called twice (a warm-up, the capture) and never again: it gets
+        int64 tensors of the device in place of numbers, and must not look at their values on the host.
         """
 
     def capture(self, name: str) -> AbstractContextManager[Graph]:
-        """Records what is enqueued on ``compute`` instead of queueing it. Tensors become static."""
+        """Records what is enqueued on ``compute`` instead of queueing it. Tensors become static. A real accelerator
+        runs it once, at the end of the block, before it captures it."""
 
     def graph_update(self, graph: Graph, args: Sequence[HostArgs], fence: Event | None) -> None:
         """Enqueues on ``update``: wait for ``fence``, then per host operation rebind and record its event."""

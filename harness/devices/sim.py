@@ -50,11 +50,12 @@ from harness.devices.base import (
     MemoryFigures,
     Stream,
 )
+from harness.devices.life import Life
 from harness.devices.sim_capture import Recorder
 from harness.devices.sim_cores import CoreOptions, Cores
 from harness.devices.sim_graph import SimGraph, by_value
 from harness.devices.sim_memory import CopyCost, CopyEngine, DeviceMeter, HostAllocator, SimHostBuffer
-from harness.devices.sim_streams import Flag, Life, SimEvent, SimStream
+from harness.devices.sim_streams import Flag, SimEvent, SimStream
 from harness.ledger_layout import EXTERNAL_EVENTS
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from harness import faults
-from harness.devices.sim_streams import Life
+from harness.devices.life import Life
 
 _POLL_S = 100e-6
 

@@ -17,7 +17,8 @@ import torch
 
 from harness import faults
 from harness.devices.base import HostArgs, HostOp
-from harness.devices.sim_streams import Flag, Stopped
+from harness.devices.life import Stopped
+from harness.devices.sim_streams import Flag
 
 
 class HostNode:

@@ -30,7 +30,8 @@ import torch
 
 from harness import faults
 from harness.devices.base import DeviceError, HostBuffer, Op, Stream
-from harness.devices.sim_streams import Life, Point, SimStream, Worker
+from harness.devices.life import Life
+from harness.devices.sim_streams import Point, SimStream, Worker
 
 _SMALLEST_BLOCK_BYTES = 512
 

@@ -1,4 +1,4 @@
-"""Streams, events and flags of the simulated device, and the life that they share.
+"""Streams, events and flags of the simulated device.
 
 A stream is a daemon thread with a first-in first-out queue. Every wait, on the host or on a stream thread,
 goes through one ``Life``: when an operation fails or the device is closed, all of them end. Locks are held
@@ -9,138 +9,23 @@ Not here: what a copy costs (``sim_memory.py``), what a graph is (``sim_graph.py
 
 from __future__ import annotations
 
-import itertools
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
 
 from harness import faults
 from harness.devices.base import DeviceError, DeviceTimeout, Event, Op
+from harness.devices.call_sites import call_site
+from harness.devices.life import Life, Stopped
 
 if TYPE_CHECKING:
     from harness.ledger import LedgerWriter
-
-_ROOT = Path(__file__).resolve().parents[2]
-_SITES: dict[str, str | None] = {}
-_PLUMBING = ("serving/collectives.py", "serving/transfer.py")
-"""Layers of the engine that carry out a caller's wish: the caller is the site worth naming."""
-_CARRIERS = ("harness/devices/", "harness/fault", "harness/jitter.py")
-"""What lies between the engine's line and the stream. On hardware nothing of it does."""
-_ARMED = str(_ROOT / "harness" / "fault_model.py")
-
-
-def call_site() -> str:
-    """``serving/engine.py:123``: the nearest caller outside the device, the comm layer and the faults, seen from
-    the root of the package; a file elsewhere is named by its last two parts."""
-    frame = sys._getframe(1)
-    while True:
-        filename = frame.f_code.co_filename
-        try:
-            shown = _SITES[filename]
-        except KeyError:
-            shown = _SITES[filename] = _shown(filename)
-        outer = frame.f_back
-        if shown is not None and (faults.ACTIVE is None or not _brought(outer)):
-            return f"{shown}:{frame.f_lineno}"
-        if outer is None:
-            return "?:0"
-        frame = outer
-
-
-def _brought(caller: FrameType | None) -> bool:
-    """The frame that it called is a fault's, in whatever file."""
-    return caller is not None and caller.f_code.co_filename == _ARMED
-
-
-def _shown(filename: str) -> str | None:
-    path = Path(filename)
-    if not path.is_relative_to(_ROOT):
-        return "/".join(path.parts[-2:])
-    inside = path.relative_to(_ROOT).as_posix()
-    return None if inside.startswith(_CARRIERS) or inside in _PLUMBING else inside
-
-
-class Stopped(Exception):
-    """Raised inside stream threads when a wait ends because the device failed or was closed."""
-
-
-class Life:
-    """Whether the device still works: the first error is kept, and ends every wait of the device."""
-
-    def __init__(self) -> None:
-        self.stopped = threading.Event()
-        """Failed or closed."""
-        self.closed = threading.Event()
-        self._lock = threading.Lock()
-        self._error: DeviceError | None = None
-        self._waits: dict[int, threading.Event] = {}
-        self._numbers = itertools.count()
-
-    def fail(self, where: str, cause: BaseException) -> None:
-        """Keeps the first error of a stream thread and wakes all that wait. A closed device has no errors."""
-        with self._lock:
-            if self.stopped.is_set():
-                return
-            notes = "".join(f" ({note})" for note in getattr(cause, "__notes__", ()))
-            self._error = DeviceError(f"{where} failed on the device: {type(cause).__name__}: {cause}{notes}")
-            self._error.__cause__ = cause
-            self._stop()
-
-    def close(self) -> None:
-        with self._lock:
-            self.closed.set()
-            self._stop()
-
-    def check(self) -> None:
-        """Raises DeviceError if an operation has failed or the device was closed."""
-        if not self.stopped.is_set():
-            return
-        if self._error is None:
-            raise DeviceError("the device was closed; nothing can be enqueued or waited for any more")
-        raise DeviceError(str(self._error)) from self._error.__cause__
-
-    def block(self, signal: threading.Event, timeout_s: float | None) -> bool:
-        """Waits for ``signal``; False after ``timeout_s``. Raises Stopped when the device fails or closes."""
-        if not signal.is_set() or self.stopped.is_set():
-            number = next(self._numbers)
-            with self._lock:
-                if self.stopped.is_set():
-                    raise Stopped
-                self._waits[number] = signal
-            try:
-                came = signal.wait(timeout_s)
-            finally:
-                with self._lock:
-                    del self._waits[number]
-            if self.stopped.is_set():
-                raise Stopped
-            return came
-        return True
-
-    def delay(self, seconds: float) -> None:
-        """Lets modelled time pass on the calling thread. Raises Stopped when the device fails or closes."""
-        if seconds > 0.0 and self.stopped.wait(seconds):
-            raise Stopped
-
-    def delay_on_host(self, seconds: float) -> None:
-        """The same on the host, where the device's error is raised instead."""
-        if seconds > 0.0:
-            self.stopped.wait(seconds)
-        self.check()
-
-    def _stop(self) -> None:
-        self.stopped.set()
-        for signal in self._waits.values():
-            signal.set()
 
 
 class Point:
@@ -293,6 +178,10 @@ class SimStream(Worker):
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def stall(self) -> None:
+        return None
 
     def run(
         self, op: Op, label: str, *, opaque: bool = False, began: Op | None = None, done: Op | None = None
