@@ -1,12 +1,12 @@
 """Is this machine ready, what is missing, and how to get it.
 
 Here: checks that look at this machine and change nothing; each says what it found and how to mend it. Not
-here: the toggles' gates (`toggles.py`), which decide per trial.
+here: what only a machine with accelerators has (`doctor_device.py`), and the toggles' gates (`toggles.py`), which
+decide per trial.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
@@ -16,19 +16,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
 
 import psutil
 
 from harness.capture import find_py_spy
+from harness.doctor_device import DEVICE_MEND, real_device_checks
+from harness.doctor_report import Check, DoctorReport, short
 from harness.machine import package_version, read_first_line
 from harness.target import installed_targets
 from harness.toggles import DEVICES, SYMM_MEM_TORCH, torch_release
 
-Status = Literal["ok", "warn", "fail", "missing"]
+__all__ = [
+    "Check", "DoctorReport", "check_cores", "check_device", "check_disk", "check_memory", "check_package",
+    "check_ptrace", "check_py_spy", "check_shared_memory", "doctor",
+]  # fmt: skip
+
 MIB = 1 << 20
 GIB = 1 << 30
 CHILD_START_S = 20.0
@@ -45,38 +49,6 @@ sys.stdin.read()
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One thing looked at. *warn* does not stand in the way; *missing* is the asked device."""
-
-    name: str
-    status: Status
-    detail: str
-    mend: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class DoctorReport:
-    """All checks for one device."""
-
-    device: str
-    checks: tuple[Check, ...]
-
-    @property
-    def ready(self) -> bool:
-        return all(check.status in ("ok", "warn") for check in self.checks)
-
-    @property
-    def exit(self) -> int:
-        """4 when the asked device is missing, else 1 when something is to mend, else 0 (CONTRACTS.md)."""
-        states = {check.status for check in self.checks}
-        return 4 if "missing" in states else 1 if "fail" in states else 0
-
-    def to_json(self) -> dict[str, Any]:
-        checks = [dataclasses.asdict(check) for check in self.checks]
-        return {"schema": 1, "device": self.device, "ready": self.ready, "checks": checks}
-
-
 def doctor(device: str = "sim", out: Path = Path("runs")) -> DoctorReport:
     """Looks at this machine. ``out`` is where runs would go. Raises ValueError for an unknown device."""
     if device not in DEVICES:
@@ -85,7 +57,6 @@ def doctor(device: str = "sim", out: Path = Path("runs")) -> DoctorReport:
         check_python,
         check_installed,
         check_torch,
-        lambda: check_device(device),
         lambda: check_package("ray", "2.40"),
         lambda: check_package("xgrammar", "0.1.20"),
         check_ptrace,
@@ -95,7 +66,8 @@ def doctor(device: str = "sim", out: Path = Path("runs")) -> DoctorReport:
         check_shared_memory,
         lambda: check_disk(out),
     )
-    return DoctorReport(device, tuple(check() for check in checks))
+    found, raw = real_device_checks(device) if device in DEVICE_MEND else ([check_device(device)], {})
+    return DoctorReport(device, (*(check() for check in checks), *found), raw)
 
 
 def check_python() -> Check:
@@ -121,7 +93,7 @@ def check_torch() -> Check:
         import torch
     except (ImportError, OSError, RuntimeError) as error:
         mend = "source CANN's set_env.sh, remove torch_npu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-        return Check("torch", "fail", f"{found} does not import: {_short(error)}", mend)
+        return Check("torch", "fail", f"{found} does not import: {short(error)}", mend)
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         return Check(
             "torch", "fail", f"{found} has no gloo", "install a torch build with distributed and gloo"
@@ -135,34 +107,11 @@ def check_torch() -> Check:
 
 
 def check_device(device: str) -> Check:
-    """Whether torch sees devices of that kind. torch_npu is never imported by name: torch loads it itself."""
+    """Of devices that are no hardware; the others are `doctor_device`'s."""
     name = f"device {device}"
     if device == "sim":
         return Check(name, "ok", "simulated, needs no hardware and says nothing about any")
-    if device == "cpu":
-        return Check(name, "ok", "for sglang and vllm; latencies on it say nothing about an accelerator")
-    mend = _DEVICE_MEND[device]
-    if device == "npu" and package_version("torch_npu") is None:
-        return Check(name, "missing", "torch_npu is not installed", mend)
-    try:
-        import torch
-
-        module = torch.get_device_module(device)
-        count = int(module.device_count()) if module.is_available() else 0
-    except (ImportError, OSError, RuntimeError, AttributeError, AssertionError) as error:
-        return Check(name, "missing", _short(error), mend)
-    if count == 0:
-        return Check(name, "missing", f"torch {torch.__version__} sees no {device} device", mend)
-    if count == 1:
-        mend = "two ranks need a device each: NCCL and HCCL refuse to share one"
-        return Check(name, "warn", "1 device", mend)
-    return Check(name, "ok", f"{count} devices")
-
-
-_DEVICE_MEND = {
-    "cuda": "use a machine with an NVIDIA or AMD GPU, its driver, and a torch build for it",
-    "npu": "use an Ascend machine with CANN sourced and torch_npu that fits torch (docs: CANN image)",
-}
+    return Check(name, "ok", "for sglang and vllm; latencies on it say nothing about an accelerator")
 
 
 def check_package(name: str, least: str) -> Check:
@@ -209,15 +158,15 @@ def check_py_spy() -> Check:
         try:
             done = subprocess.run(command, capture_output=True, timeout=DUMP_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
-            return Check("py-spy", "fail", _short(error), "install py-spy again, or look at the load")
+            return Check("py-spy", "fail", short(error), "install py-spy again, or look at the load")
     version = package_version("py-spy") or str(program)
     mend = "allow ptrace: container capability SYS_PTRACE, or kernel.yama.ptrace_scope = 0"
     if done.returncode != 0:
-        return Check("py-spy", "fail", f"{version} cannot read a stack: {_short(done.stderr.decode())}", mend)
+        return Check("py-spy", "fail", f"{version} cannot read a stack: {short(done.stderr.decode())}", mend)
     try:
         threads = len(json.loads(done.stdout))
     except ValueError as error:
-        return Check("py-spy", "fail", f"{version} printed no JSON: {_short(error)}", "pip install -U py-spy")
+        return Check("py-spy", "fail", f"{version} printed no JSON: {short(error)}", "pip install -U py-spy")
     return Check("py-spy", "ok", f"{version} reads stacks ({threads} thread of a child)")
 
 
@@ -260,7 +209,7 @@ def check_shared_memory() -> Check:
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
-        return Check("/dev/shm", "fail", _short(error), "mount a tmpfs there")
+        return Check("/dev/shm", "fail", short(error), "mount a tmpfs there")
     detail = f"{free / MIB:.0f} MiB free"
     if free < 128 * MIB:
         return Check(
@@ -283,8 +232,3 @@ def check_disk(out: Path) -> Check:
     if free < 2 * GIB:
         return Check("disk", "warn", detail, "a long run with many hangs may need more")
     return Check("disk", "ok", detail)
-
-
-def _short(error: object) -> str:
-    """The first line of a message, cut: details of a check fit on a line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

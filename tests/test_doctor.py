@@ -69,8 +69,6 @@ def test_a_child_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_devices() -> None:
     assert check_device("sim").status == check_device("cpu").status == "ok"
-    npu = check_device("npu")
-    assert npu.status == "missing" and "torch_npu" in npu.detail and "CANN" in npu.mend
     with pytest.raises(ValueError, match="allowed: sim, cpu, cuda, npu"):
         doctor("tpu")
 
