@@ -262,6 +262,7 @@ def finish(outcome: RunOutcome, as_json: bool) -> NoReturn:
 def print_plan(request: RunRequest) -> None:
     """``--dry-run``: the trials in running order, and what each arm's toggles resolve to, and why."""
     plans = [plan(scenario, request) for scenario in request.scenarios]
+    budget_s = request.time_budget_s
     if request.json:
         rows = [
             {
@@ -271,9 +272,14 @@ def print_plan(request: RunRequest) -> None:
             }
             for p in plans
         ]
-        print_json({"dry_run": True, "device": request.device, "seed": request.seed, "scenarios": rows})
+        asked = {"device": request.device, "seed": request.seed, "time_budget_s": budget_s}
+        print_json({"dry_run": True, **asked, "scenarios": rows})
         return
     typer.echo("\n".join(line for p in plans for line in plan_lines(p, request.device)))
+    if budget_s is not None:
+        typer.echo(
+            f"in {budget_s:g} s, in rounds: a trial of every arm of every scenario, then the next seed"
+        )
 
 
 # --- commands ----------------------------------------------------------------------------------------------
@@ -287,7 +293,9 @@ def run_command(
     settings: Settings = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Per arm; the scenario's count else.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the first trial; trial i has seed + i.")] = 0,
-    time_budget: Annotated[str | None, typer.Option(metavar="2h", help="Starts no trial after it.")] = None,
+    time_budget: Annotated[
+        str | None, typer.Option(metavar="2h", help="Starts no trial that would not end in it.")
+    ] = None,
     on_hang: OnHangOption = "end",
     ray_address: Annotated[str | None, typer.Option(metavar="A", help="A Ray cluster that runs.")] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where runs are stored.")] = Path("runs"),

@@ -155,6 +155,7 @@ def execute(
         "settings": list(request.settings),
         "fault_files": [path.name for path in request.fault_files],
         "allow_skip": request.allow_skip,
+        "time_budget_s": request.time_budget_s,
         "known_issues": request.known_issues,
         **(extra or {}),
         "driver": {"pid": own.pid, "start_time_ticks": own.start_time_ticks},
@@ -166,12 +167,13 @@ def execute(
     for path in request.fault_files:  # a run can be repeated without the user's file
         store.keep_fault_file(path)
     error: str | None = None
+    left_out: tuple[str, ...] = ()
     absent = _absent(request)
     try:
         if absent is not None:
             _skip(store, planned, absent, simulation)
         else:
-            Session(request, store, simulation, view=view).run([job for job, _ in planned])
+            left_out = Session(request, store, simulation, view=view).run([job for job, _ in planned])
     except KeyboardInterrupt:
         pass  # what was not run is planned and missing, so the report says unknown
     except (ClusterError, StoreError) as failure:
@@ -179,7 +181,7 @@ def execute(
     except Exception as failure:  # hangrig's own error must not cost the reports of what was run
         error = f"{type(failure).__name__}: {failure}"
         traceback.print_exc(file=sys.stderr)
-    store.finish(**({} if error is None else {"error": error}))
+    store.finish(left_out=list(left_out), **({} if error is None else {"error": error}))
     return store.path
 
 

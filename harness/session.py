@@ -38,6 +38,7 @@ from harness.request import RunRequest
 from harness.scenario_model import Scenario
 from harness.store import RunStore, TrialStore, safe_name, write_json
 from harness.target import RankProcess, TargetError, TrialSpec
+from harness.time_budget import TimeBudget, rounds
 from harness.toggles import BUILTIN
 from harness.watchdog import WatchdogSettings
 from harness.watching import AgentWatch
@@ -46,6 +47,8 @@ _START_S = 90.0
 """Cluster, agents and couriers up."""
 _RANKS_S = 120.0
 """All ranks up, weights loaded."""
+_AFTER_BUDGET_S = 2 * 3600.0
+"""For the last trial of a time budget and for the end: an agent that outlives its time ends everything."""
 _END_S = 15.0
 _POLL_S = 0.02
 _LINGER_S = 0.5
@@ -113,20 +116,31 @@ class Session:
     _environments: dict[str, dict[int, RankEnvironment]] = field(default_factory=dict)
     """Of the newest ranks of each target."""
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Raises ClusterError when nothing could be started."""
+    def run(self, jobs: Sequence[Job]) -> tuple[str, ...]:
+        """Returns the ids of the trials that the time budget left out. Raises ClusterError when nothing could be
+        started."""
         total = sum(len(job.trials) for job in jobs)
         view = self.view or LiveView(total)
-        deadline_s = time.monotonic() + (self.request.time_budget_s or float("inf"))
+        budget = TimeBudget(self.request.time_budget_s)
         world = max(job.scenario.target.ranks for job in jobs)
+        compared = [_compared(job) for job in jobs]
+        left_out: list[str] = []
         with self.interrupts.held(), self._up(world, view) as (agents, ranks):
-            for job in jobs:
-                compared = _compared(job)
-                for plan in job.trials:
-                    if self.interrupts.count or time.monotonic() > deadline_s:
+            for trials in rounds([job.trials for job in jobs], self.request.time_budget_s):
+                full = bool(left_out)  # a later round would give some arms two trials more than others
+                for place, plan in trials:
+                    if self.interrupts.count:
                         view.line("stopped early: the remaining trials were not run")
-                        return
-                    self._trial(job.scenario, plan, agents, ranks, view, compared=plan.seed in compared)
+                        return ()
+                    if full or not budget.fits(plan):
+                        left_out.append(plan.id)
+                        continue
+                    scenario, started_s = jobs[place].scenario, time.monotonic()
+                    self._trial(scenario, plan, agents, ranks, view, compared=plan.seed in compared[place])
+                    budget.took(plan, time.monotonic() - started_s)
+        if left_out:
+            view.line(f"the time budget is used up: {len(left_out)} of {total} planned trials were not run")
+        return tuple(left_out)
 
     # Up and down -----------------------------------------------------------------------------------------
 
@@ -142,7 +156,7 @@ class Session:
         else:
             cluster = ExistingCluster(address)
             scratch = Path(tempfile.mkdtemp(prefix="hg-ranks-"))
-        agents = Agents(AgentOptions(capture_s=self._capture_s()))
+        agents = Agents(self._agent_options())
         left: list[ProcessId] = []
         # Last in, first out; what one of them raises does not keep the others from being ended. The agents go
         # last but one: should the driver die in here, they end the rest.
@@ -186,8 +200,10 @@ class Session:
             return 0.0
         return self.request.hold_s or AgentOptions().lifetime_s
 
-    def _capture_s(self) -> float:
-        return max(scenario.watchdog.capture_s for scenario in self.request.scenarios)
+    def _agent_options(self) -> AgentOptions:
+        capture_s = max(scenario.watchdog.capture_s for scenario in self.request.scenarios)
+        lifetime_s = max(AgentOptions().lifetime_s, (self.request.time_budget_s or 0.0) + _AFTER_BUDGET_S)
+        return AgentOptions(capture_s=capture_s, lifetime_s=lifetime_s)
 
     # One trial -------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from reports.hang_text import heading
 from reports.injected import Injected, injected
 from reports.known import new_issues, web_address
 from reports.model import Result, TrialResult
+from reports.run_text import time_budget
 from reports.toggles import toggle_rows
 
 LATENCY_ORDER = ("step", "next_token_copy", "bitmask_copy", "token_count_copy")
@@ -71,6 +72,7 @@ def render(result: Result, stored: StoredRun) -> str:
         .render(
             result=result,
             corpus=corpus.page(stored),
+            time_budget=time_budget(result),
             hangs=groups,
             heading=heading(group.first.trial for group in groups),
             noted=[trial for trial in result.trials if trial.notes],

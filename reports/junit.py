@@ -1,7 +1,8 @@
 """junit.xml: a suite a scenario, a case a trial, as the contract lays it down.
 
 Unexpected is a failure, unknown an error, no hardware a skip; an expected hang passes and carries its
-diagnosis in ``system-out``. Planned trials that never ran are errors: a green file must mean that all ran.
+diagnosis in ``system-out``. Planned trials that never ran are errors: a green file must mean that all ran. Those
+that a time budget left out are one skip an arm.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def _suite(result: Result, scenario: ScenarioResult) -> ET.Element:
             ET.SubElement(properties, "property", same)
         for trial in arm.trials:
             suite.append(_case(arm, trial))
+        if arm.left_out:
+            suite.append(_left_out_case(arm))
         if _judged_as_a_whole(arm):
             suite.append(_arm_case(arm))
     return _counted(suite)
@@ -86,6 +89,15 @@ def _case(arm: ArmResult, trial: TrialResult) -> ET.Element:
         ET.SubElement(case, "skipped", {"message": message})
     elif lines:
         ET.SubElement(case, "system-out").text = detail
+    return case
+
+
+def _left_out_case(arm: ArmResult) -> ET.Element:
+    """One a arm: a night may leave out thousands of trials."""
+    name = clean(f"{arm.name} (time budget)")
+    case = ET.Element("testcase", {"classname": clean(arm.scenario), "name": name, "time": "0.000"})
+    message = f"{arm.left_out} of {arm.planned} planned trials were left out by the time budget"
+    ET.SubElement(case, "skipped", {"message": message})
     return case
 
 

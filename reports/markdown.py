@@ -12,6 +12,7 @@ from reports import words
 from reports.hang_text import diagnosis_lines, hang_groups, heading
 from reports.known import new_issues, web_address
 from reports.model import ArmResult, Recognition, Result
+from reports.run_text import time_budget
 from reports.toggles import toggle_rows
 
 _BARE_PIPE = re.compile(r"(?<!\\)\|")
@@ -57,6 +58,8 @@ def render(result: Result) -> str:
         f"exit status {result.exit}.",
         "",
     ]
+    if told := time_budget(result):
+        lines += [f"> **Time budget.** {escape(told)}.", ""]
     for scenario in result.scenarios:
         lines += [f"## {escape(scenario.name)}: {scenario.verdict}", ""]
         head = ("arm", "hang expected", "hung", "95 % interval", "tokens differ", "verdict", "why")

@@ -222,6 +222,10 @@ class ArmResult:
     latency_us: Mapping[str, Percentiles]
     samples_us: Mapping[str, tuple[tuple[float, ...], ...]]
     trials: tuple[TrialResult, ...]
+    planned: int = 0
+    """Trials that the run planned for it, with those that were left out or never ran."""
+    left_out: int = 0
+    """Planned trials that the time budget left no time for."""
 
     @property
     def name(self) -> str:
@@ -246,6 +250,8 @@ class ArmResult:
             "why": self.why,
             "same_as": self.same_as,
             "latency_us": {path: self.latency_us[path].to_json() for path in sorted(self.latency_us)},
+            "planned": self.planned,
+            "left_out": self.left_out,
             "trials": [trial.id for trial in self.trials],
         }
 
@@ -285,7 +291,8 @@ class SignatureResult:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole run. ``never_run`` are planned trials without a directory; ``problems`` name damaged files."""
+    """A whole run. ``never_run`` are planned trials without a directory and without a reason; ``problems`` name
+    damaged files."""
 
     run: str
     name: str
@@ -307,6 +314,9 @@ class Result:
     problems: tuple[str, ...]
     engine_notes: tuple[str, ...] = ()
     """What must be known of the probe in a foreign engine."""
+    time_budget_s: float | None = None
+    left_out: tuple[str, ...] = ()
+    """Planned trials that the time budget left no time for; they are not in ``never_run``."""
 
     @property
     def arms(self) -> tuple[ArmResult, ...]:
@@ -332,6 +342,8 @@ class Result:
             "scenarios": [scenario.to_json() for scenario in self.scenarios],
             "signatures": [signature.to_json() for signature in self.signatures],
             "never_run": list(self.never_run),
+            "time_budget_s": self.time_budget_s,
+            "left_out": list(self.left_out),
             "problems": list(self.problems),
             "engine_notes": list(self.engine_notes),
         }

@@ -45,10 +45,14 @@ def build(stored: StoredRun, *, allow_skip: bool = False) -> Result:
     plan = _read_plan(run)
     arms = _group(stored, plan)
     found = {trial.id for trial in stored.trials}
-    never_run = tuple(trial_id for trial_id in plan.trials if trial_id not in found)
-    for trial_id in never_run:
+    said = set(fields.texts(run, "left_out"))
+    left_out = tuple(trial_id for trial_id in plan.trials if trial_id in said - found)
+    never_run = tuple(trial_id for trial_id in plan.trials if trial_id not in found | said)
+    for trial_id in (*left_out, *never_run):
         planned = plan.trials[trial_id]
-        arms.setdefault((planned.scenario, arm_name(planned.arm)), _Arm(planned.arm)).never_run += 1
+        arm = arms.setdefault((planned.scenario, arm_name(planned.arm)), _Arm(planned.arm))
+        arm.never_run += trial_id not in said
+        arm.left_out += trial_id in said
     scenarios = _scenarios(arms, plan)
     error = fields.optional_text(run, "error")
     unfinished = () if stored.finished else ("run.json: the run never finished",)
@@ -82,6 +86,8 @@ def build(stored: StoredRun, *, allow_skip: bool = False) -> Result:
         never_run=never_run,
         problems=(*problems, *_trial_problems(stored)),
         engine_notes=_engine_notes(run, [trial for arm in arms.values() for trial in arm.trials]),
+        time_budget_s=fields.number(run, "time_budget_s"),
+        left_out=left_out,
     )
 
 
@@ -132,6 +138,7 @@ class _Arm:
     arm: Mapping[str, Any]
     trials: list[TrialResult] = field(default_factory=list)
     never_run: int = 0
+    left_out: int = 0
 
 
 def _read_plan(run: Document) -> _Plan:
@@ -266,7 +273,7 @@ def _arm(scenario: str, arm: _Arm, planned: Document | None) -> ArmResult:
     stated = [trial.expectation for trial in trials if trial.target != "unknown"]
     fallback = _planned_expectation(planned) if planned is not None else Expectation()
     expectation = stated[0] if stated else fallback
-    finding = verdicts.judge_arm(expectation, trials, arm.never_run)
+    finding = verdicts.judge_arm(expectation, trials, arm.never_run, arm.left_out)
     hangs, corrupt = verdicts.hang_rate(trials), verdicts.corrupt_rate(trials)
     samples = _samples(trials)
     return ArmResult(
@@ -283,6 +290,8 @@ def _arm(scenario: str, arm: _Arm, planned: Document | None) -> ArmResult:
         latency_us=_latency(samples),
         samples_us=samples,
         trials=tuple(trials),
+        planned=len(trials) + arm.never_run + arm.left_out,
+        left_out=arm.left_out,
     )
 
 
@@ -361,6 +370,8 @@ def _headline(
         tail = f", {count(hangs, 'hang')} among them, as the scenario expects" if hangs else ""
         slow = sum(arm.slow for arm in arms)
         tail += f"; {count(slow, 'trial was', 'trials were')} slow" if slow else ""
+        left_out = sum(arm.left_out for arm in arms)
+        tail += f"; the time budget left out {left_out} more" if left_out else ""
         return f"{count(len(trials), 'trial')} in {count(len(arms), 'arm')} behaved as expected{tail}."
     guilty = [arm for arm in arms if arm.verdict == verdict and arm.same_as is None]
     if guilty:

@@ -17,6 +17,7 @@ from reports import words
 from reports.hang_text import diagnosis_lines, hang_groups
 from reports.known import new_issues
 from reports.model import Result, ScenarioResult
+from reports.run_text import time_budget
 from reports.toggles import toggle_rows
 
 _STYLES = {"pass": "green", "fail": "bold red", "unknown": "yellow", "skipped": "dim"}
@@ -62,6 +63,8 @@ def show(result: Result, stream: IO[str]) -> None:
         console.print(
             f"{words.count(new, 'new signature')}; the report has an entry for known-issues.toml {told}"
         )
+    if told := time_budget(result):
+        console.print(Text(f"time budget: {told}", style="yellow"))
     for trial in result.never_run:
         console.print(Text(f"never ran: {printable(trial)}", style="yellow"))
     for problem in result.problems:

@@ -114,7 +114,7 @@ def test_a_rerun_takes_the_hang_holds_its_ranks_and_ends_them(
     assert entry["text"] in text
 
 
-def test_time_that_is_over_leaves_planned_trials_and_says_so(
+def test_arms_for_which_there_was_no_time_at_all_are_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
@@ -136,11 +136,12 @@ def test_time_that_is_over_leaves_planned_trials_and_says_so(
     report = json.loads(done.stdout)
     assert (done.exit_code, report["verdict"], report["exit"]) == (3, "unknown", 3)
     assert report["scenarios"][0]["arms"][0]["trials"] == []
-    assert "stopped early" in done.stderr
-    planned = rig.load(tmp_path / "latest" / "run.json")["planned"]
-    assert len(planned) == 2
-    for trial in planned:
-        assert f"never ran: {trial['id']}" in done.stderr
+    assert "the time budget is used up: 2 of 2 planned trials were not run" in done.stderr
+    stored = rig.load(tmp_path / "latest" / "run.json")
+    assert stored["left_out"] == report["left_out"] == [trial["id"] for trial in stored["planned"]]
+    assert report["never_run"] == []
+    why = report["scenarios"][0]["arms"][0]["why"]
+    assert why == "no trial ran; the time budget left out 2 of 2 planned trials"
 
 
 def test_the_first_signal_is_a_wish_and_the_second_an_order() -> None:
