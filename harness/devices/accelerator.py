@@ -259,15 +259,17 @@ class AcceleratorDevice(ABC):
             raise DeviceTimeout(f"{'; '.join(hung)} within {timeout_s:g} s")
 
     def _hung(self, deadline_s: float) -> list[str]:
+        """The streams that have not passed all they were given at the deadline, each with what it stands in."""
         found = []
-        for name, stream in self._streams.items():
-            try:
-                stream.synchronize(max(0.0, deadline_s - time.monotonic()))
-            except DeviceTimeout:
-                oldest = self._beats.oldest(name)
-                found.append(f"stream {name} did not end" + (f" {oldest!r}" if oldest else ""))
-            except DeviceError:
-                break  # failed on the way: nothing more will end
+        try:
+            marks = {name: stream.reach() for name, stream in self._streams.items()}
+            for name, mark in marks.items():
+                try:
+                    self._streams[name].wait_for(mark, max(0.0, deadline_s - time.monotonic()))
+                except DeviceTimeout:
+                    found.append(f"stream {name} did not end {self._beats.oldest(name)!r}")
+        except DeviceError:
+            pass  # it failed on the way: no stream ends anything more, and the error is told where it is met
         return found
 
     def _give_back(self) -> None:

@@ -42,7 +42,7 @@ class ExternalFlag:
 class HostNode:
     """A captured operation with host arguments. ``handle``: of its task group, where the platform has one."""
 
-    __slots__ = ("first", "flag", "handle", "label", "numbers", "op", "shapes", "tensors")
+    __slots__ = ("flag", "flat", "handle", "label", "numbers", "op", "shapes")
 
     def __init__(self, op: HostOp, args: HostArgs, flag: ExternalFlag, label: str) -> None:
         self.op = op
@@ -50,8 +50,8 @@ class HostNode:
         self.label = label
         self.shapes = [_shape(value, label) for value in args]
         self.numbers = self.numbers_of(args)
-        self.first = 0
-        self.tensors: HostArgs = ()
+        self.flat = torch.empty(0, dtype=torch.int64)
+        """Its part of the graph's static tensor."""
         self.handle: Any = None
 
     def numbers_of(self, args: HostArgs) -> list[int]:
@@ -67,18 +67,10 @@ class HostNode:
             flat += value if isinstance(value, tuple | list) else (value,)
         return flat
 
-    def place(self, static: torch.Tensor, first: int) -> int:
-        """Its arguments lie in ``static`` from ``first`` on. Returns where the next one's begin."""
-        self.first, views = first, []
-        for shape in self.shapes:
-            count = shape[0] if shape else 1
-            views.append(static[first : first + count].view(shape))
-            first += count
-        self.tensors = tuple(views)
-        return first
-
     def run(self) -> None:
-        self.op(self.tensors)
+        sizes = [shape[0] if shape else 1 for shape in self.shapes]
+        parts = torch.split(self.flat, sizes)
+        self.op(tuple(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)))
 
 
 class AcceleratorGraph:
@@ -93,6 +85,7 @@ class AcceleratorGraph:
         self.static = torch.empty(0, dtype=torch.int64)
         self._name = name
         self._calls: list[tuple[Callable[[], object], str]] = []
+        self._captured = False
 
     @property
     def name(self) -> str:
@@ -122,12 +115,13 @@ class AcceleratorGraph:
     def place(self, device: torch.device) -> None:
         """Makes the static tensor of all arguments, uninitialised."""
         self.static = torch.empty(len(self.numbers), dtype=torch.int64, device=device)
-        first = 0
-        for node in self.nodes:
-            first = node.place(self.static, first)
+        parts = torch.split(self.static, [len(node.numbers) for node in self.nodes])
+        for node, part in zip(self.nodes, parts, strict=True):
+            node.flat = part
 
     def run(self, *, captured: bool) -> None:
-        """All operations, in order, on the current stream. An error names the operation."""
+        """All operations, in order, on the current stream: to warm up, or ``captured``. An error names the
+        operation."""
         self._captured = captured
         for call, label in self._calls:
             try:

@@ -180,9 +180,16 @@ class AcceleratorStream:
             self.enqueue(partial(self._wait, ours), label)
 
     def synchronize(self, timeout_s: float) -> None:
+        self.wait_for(self.reach(), timeout_s)
+
+    def reach(self) -> Mark:
+        """A mark behind all that the stream was given."""
         self.refuse_in_capture("a synchronisation")
         self._life.check()
-        mark = self._mark(0, "synchronize")
+        return self._mark(0, "synchronize")
+
+    def wait_for(self, mark: Mark, timeout_s: float) -> None:
+        """Waits on the host, as ``synchronize`` does."""
         self.host_waits(self._newest)
         wait_on_host(partial(_passed, mark), self._life, timeout_s, f"stream {self._name}")
 

@@ -88,12 +88,13 @@ class CudaDevice(AcceleratorDevice):
         """How many cycles ``torch.cuda._sleep``, torch's own busy kernel, spins in a second."""
         if self._cycles_per_s is not None:
             return
+        aside = self._module.Stream()  # of its own, on which nothing waits
         began, ended = (self._module.Event(enable_timing=True) for _ in range(2))
-        with self.update.context():
+        with self._module.stream(aside):
             self._module._sleep(1000)  # loads the kernel
-            began.record(self.update.raw)
+            began.record(aside)
             self._module._sleep(_SAMPLE_CYCLES)
-            ended.record(self.update.raw)
+            ended.record(aside)
         wait_on_host(ended.query, self._life, self._host_timeout_s, "the calibration of delays")
         self._cycles_per_s = _SAMPLE_CYCLES / (began.elapsed_time(ended) * 1e-3)
 

@@ -47,7 +47,7 @@ class NpuDevice(AcceleratorDevice):
 
     def _write_captured(self, graph: AcceleratorGraph) -> None:
         for node in graph.nodes:
-            _write(graph.static, node, node.numbers)
+            _write(node, node.numbers)
 
     def _before_captured(self, node: HostNode) -> None:
         stream = self.compute.raw
@@ -55,13 +55,9 @@ class NpuDevice(AcceleratorDevice):
         node.flag.raw.reset(stream)
         self._module.graph_task_group_begin(stream)
         try:
-            _write(self._capturing_static(), node, node.numbers)
+            _write(node, node.numbers)
         finally:
             node.handle = self._module.graph_task_group_end(stream)
-
-    def _capturing_static(self) -> torch.Tensor:
-        assert self._gathered is not None
-        return self._gathered.static
 
     def _update(self, graph: AcceleratorGraph, args: Sequence[HostArgs]) -> None:
         recorded: list[Any] = []
@@ -72,7 +68,7 @@ class NpuDevice(AcceleratorDevice):
                 numbers = self._rebound(graph, layer, one)
                 self._module.graph_task_update_begin(stream, node.handle)
                 try:
-                    _write(graph.static, node, numbers)
+                    _write(node, numbers)
                 finally:
                     self._module.graph_task_update_end(stream)
                 if self._record(node.flag):
@@ -99,18 +95,17 @@ class NpuDevice(AcceleratorDevice):
         """How long one product of large matrices takes. ``torch.npu._sleep`` is there in 2.14.0, not in 2.7.1."""
         if self._product_s is not None:
             return
-        self._matrices = tuple(
-            torch.zeros((_MATRIX, _MATRIX), dtype=torch.float16, device=self.torch_device) for _ in range(3)
-        )
-        filled = self._module.Event()
-        filled.record(self.compute.raw)
+        aside = self._module.Stream()  # of its own, on which nothing waits
         began, ended = (self._module.Event(enable_timing=True) for _ in range(2))
-        with self.update.context():
-            filled.wait(self.update.raw)
+        with self._module.stream(aside):
+            self._matrices = tuple(
+                torch.zeros((_MATRIX, _MATRIX), dtype=torch.float16, device=self.torch_device)
+                for _ in range(3)
+            )
             self._products(2)  # compiles
-            began.record(self.update.raw)
+            began.record(aside)
             self._products(_SAMPLE_PRODUCTS)
-            ended.record(self.update.raw)
+            ended.record(aside)
         wait_on_host(ended.query, self._life, self._host_timeout_s, "the calibration of delays")
         self._product_s = began.elapsed_time(ended) * 1e-3 / _SAMPLE_PRODUCTS
 
@@ -132,6 +127,6 @@ class NpuDevice(AcceleratorDevice):
             self._occupy(seconds)
 
 
-def _write(static: torch.Tensor, node: HostNode, numbers: Sequence[int]) -> None:
-    for place, number in enumerate(numbers, start=node.first):
-        static[place].fill_(number)
+def _write(node: HostNode, numbers: Sequence[int]) -> None:
+    for place, number in enumerate(numbers):
+        node.flat[place].fill_(number)
