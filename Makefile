@@ -7,7 +7,7 @@ SCENARIOS := dp-retract dp-pinned-hang dp-pinned-latency dp-pinned-corruption dp
 SEED ?= 1
 ARGS ?=
 
-.PHONY: setup stress-sim test test-engines hang corpus lint bench bench-engines compare clean
+.PHONY: setup stress-sim test test-engines hang litmus corpus lint bench bench-engines compare clean
 
 setup: $(READY)
 
@@ -28,6 +28,10 @@ test-engines: setup  ## real SGLang and vLLM servers on this CPU, broken on purp
 
 hang: setup  ## the hang tests only
 	$(BIN)/python -m pytest -m hang $(ARGS)
+
+litmus: setup  ## small stream programs on the simulated device, under both memory models: two minutes at most
+	$(BIN)/hangrig litmus --device sim --model cann --seed $(SEED) $(ARGS)
+	$(BIN)/hangrig litmus --device sim --model cuda --seed $(SEED) $(ARGS)
 
 corpus: setup  ## all rows of the hang corpus, their twins and controls: an hour and a half
 	$(BIN)/hangrig corpus --seeds 5 --twins 20 --wide 3 $(ARGS)

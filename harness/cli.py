@@ -148,6 +148,11 @@ def run_folder(text: str) -> Path:
         fail_usage(str(error))
 
 
+def words(text: str | None) -> tuple[str, ...]:
+    """The parts of a list with commas; none for none."""
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+
+
 def load_scenarios(names: Sequence[str], settings: Sequence[str], device: str | None) -> tuple[Scenario, ...]:
     """All scenarios, or every problem of all of them at once. ``device`` None: each scenario's own."""
     problems, scenarios = [], []
@@ -356,7 +361,7 @@ def corpus_command(
     from harness.corpus import Wish
     from reports.corpus import show
 
-    chosen = tuple(word.strip() for word in (only or "").split(",") if word.strip())
+    chosen = words(only)
     if only is not None and not chosen:
         fail_usage("--only: names no row; give ids or names such as A1,D1, or leave it out for all of them")
     wish = Wish(chosen, seeds, twins, wide, quick, seed)
@@ -538,6 +543,41 @@ def diagnose_command(
     except DumpsError as error:
         fail_usage(str(error))
     leave(document, text, status, as_json)
+
+
+@app.command("litmus", epilog="Example: hangrig litmus --device sim --model cann --defect D3")
+@guarded
+def litmus_command(
+    device: Annotated[str, typer.Option("--device", help="Where: sim, cuda or npu.")] = "sim",
+    iterations: Annotated[int, typer.Option(min=1, help="Shots of each program.")] = 300,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="cuda|cann", help="The memory model of sim; cann where none is given."),
+    ] = None,
+    defect: Annotated[
+        list[str] | None, typer.Option(metavar="D1|D2|D3|D4", help="Breaks sim in one way; may be repeated.")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Programs; their controls are run too.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the stress.")] = 0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where runs are stored.")] = Path("runs"),
+    allow_skip: Annotated[bool, typer.Option("--allow-skip", help="Exit 0 when all was skipped.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Small stream programs under stress: does a device order copies, events and graph updates as promised?"""
+    from harness.litmus.command import LitmusError, LitmusRequest, run_litmus
+
+    try:
+        request = LitmusRequest(device, model, iterations, seed, words(only), tuple(defect or ()), out)
+        done = run_litmus(request, say, allow_skip=allow_skip)
+    except LitmusError as error:
+        fail_usage(str(error))
+    with printing():
+        done.show(sys.stderr if as_json else sys.stdout)
+        if as_json:
+            print_json(done.document)
+    raise typer.Exit(done.exit)
 
 
 @app.command("compare", epilog="Example: hangrig compare runs/latest --by pinned")

@@ -191,8 +191,7 @@ class RunStore:
         missing = [key for key in MANIFEST_KEYS if key not in manifest]
         if missing:
             raise ValueError(f"a run's manifest needs {', '.join(missing)}")
-        out = _make_folder(out.absolute())
-        path = _make_unique(out, f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{safe_name(name)}")
+        path = new_folder(out, name)
         store = cls(path, {"name": name, "started_utc": _utc_now(), "finished_utc": None, **manifest})
         _make_folder(path / "trials")
         write_json(path / "run.json", store.document)
@@ -236,6 +235,12 @@ class RunStore:
         """Writes run.json for the last time, with the end time and ``fields``."""
         self.document = {**self.document, **fields, "finished_utc": _utc_now()}
         write_json(self.path / "run.json", self.document)
+
+
+def new_folder(out: Path, name: str) -> Path:
+    """Makes ``out/<UTC time>-<name>/``, which nobody else has. Raises StoreError."""
+    out = _make_folder(out.absolute())
+    return _make_unique(out, f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{safe_name(name)}")
 
 
 def safe_name(text: str) -> str:

@@ -112,6 +112,7 @@ def test_no_command_is_promised_that_does_not_work() -> None:
         "recheck",
         "compare",
         "watch",
+        "litmus",
         "bundle",
         "diagnose",
         "corpus",
