@@ -301,6 +301,9 @@ def run_command(
     time_budget: Annotated[
         str | None, typer.Option(metavar="2h", help="Starts no trial that would not end in it.")
     ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="RUN|last-pass", help="Worse than that run is a failure.")
+    ] = None,
     on_hang: OnHangOption = "end",
     ray_address: Annotated[str | None, typer.Option(metavar="A", help="A Ray cluster that runs.")] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where runs are stored.")] = Path("runs"),
@@ -327,6 +330,7 @@ def run_command(
         allow_skip=allow_skip,
         json=as_json,
         time_budget_s=None if time_budget is None else parse_duration_s(time_budget),
+        baseline=baseline,
         fault_files=tuple(path.absolute() for path in faults or ()),
         known_issues=known_issues_here(known_issues),
         argv=tuple(sys.argv[1:]),

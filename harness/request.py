@@ -13,6 +13,7 @@ from typing import IO, Any, Literal
 from harness.scenario_model import Scenario
 
 OnHang = Literal["end", "hold"]
+LAST_PASS = "last-pass"
 
 
 class BadRequest(ValueError):
@@ -45,6 +46,8 @@ class RunRequest:
     """Python files that register faults; they have been loaded here, and every rank loads them too."""
     known_issues: Mapping[str, Any] | None = None
     """The record of the file of known issues (`harness.known_issues`)."""
+    baseline: str | None = None
+    """A run's directory, or LAST_PASS: the newest run under ``out`` that this one can be held against."""
     argv: tuple[str, ...] = ()
     """The command line without the program's name."""
 

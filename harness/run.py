@@ -26,7 +26,8 @@ from harness.launch_plan import arm_spec, commands
 from harness.live import LiveView
 from harness.machine import machine_facts, versions
 from harness.process_control import ProcessId, alive, myself
-from harness.request import BadRequest, RunOutcome, RunRequest
+from harness.request import LAST_PASS, BadRequest, RunOutcome, RunRequest
+from harness.run_list import definitions, last_pass, runs_in
 from harness.scenario import from_record, record
 from harness.scenario_model import Scenario
 from harness.session import Job, Session, context, reference_path
@@ -42,7 +43,8 @@ from reports.terminal import show
 def run(request: RunRequest) -> RunOutcome:
     """Runs all trials of the request and reports. What can go wrong while running ends in the report; what
     the user got wrong raises BadRequest before anything starts."""
-    return _report(execute(request, [_job(scenario, request) for scenario in request.scenarios]))
+    planned = [_job(scenario, request) for scenario in request.scenarios]
+    return _report(execute(request, planned, extra=_baseline(request, planned)))
 
 
 def corpus(wish: Wish, out: Path, argv: Sequence[str], *, json: bool) -> Corpus:
@@ -236,6 +238,24 @@ def _report(path: Path) -> RunOutcome:
     if "corpus" in RunStore.open(path).document:
         write(path)
     return RunOutcome(result.exit, path, result.to_json(), partial(show, result))
+
+
+def _baseline(request: RunRequest, planned: Sequence[_Job]) -> dict[str, Any]:
+    """What run.json is to say of the baseline; nothing where none was asked for. Found before the run has a
+    directory, so that no run is its own baseline."""
+    if request.baseline is None:
+        return {}
+    if request.baseline != LAST_PASS:
+        try:
+            found = RunStore.open(Path(request.baseline)).path
+        except StoreError as error:
+            raise BadRequest(f"--baseline {error}") from error
+        return {"baseline": {"asked": request.baseline, "run": str(found)}}
+    records = [record(job.scenario, arms, request.device) for job, arms in planned]
+    entry = last_pass(runs_in(request.out), request.device, definitions({"scenarios": records}))
+    if entry is None:
+        print(f"--baseline last-pass: none under {request.out} yet, this is the first night", file=sys.stderr)
+    return {"baseline": {"asked": LAST_PASS, "run": None if entry is None else str(entry.path.absolute())}}
 
 
 # A stored run ----------------------------------------------------------------------------------------------

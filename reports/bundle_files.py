@@ -237,7 +237,8 @@ def _last_ns(snapshot: Snapshot) -> int:
 
 
 def _narrowed(run: Document, trial: str) -> dict[str, Any]:
-    """run.json for this trial alone: its plan, its scenario, its arm."""
+    """run.json for this trial alone: its plan, its scenario, its arm. One trial is held against no baseline."""
+    run = {key: value for key, value in run.items() if key not in ("baseline", "left_out")}
     planned = [plan for plan in fields.rows(run, "planned") if plan.get("id") == trial]
     if not planned:
         return {**run, "planned": []}

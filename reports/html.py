@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.store import StoredRun
-from reports import corpus, words
+from reports import baseline, corpus, words
 from reports.charts import Chart, distribution
 from reports.engine import bypassing
 from reports.evidence import group_hangs
@@ -73,6 +73,7 @@ def render(result: Result, stored: StoredRun) -> str:
             result=result,
             corpus=corpus.page(stored),
             time_budget=time_budget(result),
+            baseline=[] if result.baseline is None else baseline.lines(result.baseline),
             hangs=groups,
             heading=heading(group.first.trial for group in groups),
             noted=[trial for trial in result.trials if trial.notes],

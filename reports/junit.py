@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 
+from reports.baseline import lines
 from reports.hang_text import diagnosis_lines
 from reports.known import known_lines
-from reports.model import ArmResult, Result, ScenarioResult, TrialResult
+from reports.model import ArmResult, Baseline, Result, ScenarioResult, TrialResult
 
 _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -27,6 +28,8 @@ def render(result: Result) -> bytes:
     root = ET.Element("testsuites", {"name": "hangrig"})
     for scenario in result.scenarios:
         root.append(_suite(result, scenario))
+    if result.baseline is not None:
+        root.append(_baseline_suite(result.baseline))
     if result.never_run or result.problems:
         root.append(_run_suite(result))
     for key in ("tests", "failures", "errors", "skipped"):
@@ -107,6 +110,16 @@ def _arm_case(arm: ArmResult) -> ET.Element:
     kind = "failure" if arm.verdict == "fail" else "error"
     ET.SubElement(case, kind, {"message": clean(arm.why), "type": "expectation"})
     return case
+
+
+def _baseline_suite(baseline: Baseline) -> ET.Element:
+    suite = ET.Element("testsuite", {"name": "the baseline"})
+    case = ET.SubElement(suite, "testcase", {"classname": "baseline", "name": clean(baseline.asked)})
+    tag = {"regression": "failure", "not-comparable": "error", "none": "skipped"}.get(baseline.verdict)
+    if tag is not None:
+        found = ET.SubElement(case, tag, {"message": clean(baseline.sentence)})
+        found.text = clean("\n".join(lines(baseline)))
+    return _counted(suite)
 
 
 def _run_suite(result: Result) -> ET.Element:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from reports import words
+from reports import baseline, words
 from reports.hang_text import diagnosis_lines, hang_groups, heading
 from reports.known import new_issues, web_address
 from reports.model import ArmResult, Recognition, Result
@@ -64,6 +64,13 @@ def render(result: Result) -> str:
         lines += [f"## {escape(scenario.name)}: {scenario.verdict}", ""]
         head = ("arm", "hang expected", "hung", "95 % interval", "tokens differ", "verdict", "why")
         lines += [*table(head, map(_arm, scenario.arms)), ""]
+    if result.baseline is not None:
+        lines += [
+            "## Against the baseline",
+            "",
+            *(f"- {escape(line)}" for line in baseline.lines(result.baseline)),
+            "",
+        ]
     lines += _hangs(result)
     lines += _checks(result)
     lines += _toggles(result)

@@ -19,6 +19,7 @@ SCHEMA = 1
 
 Verdict: TypeAlias = Literal["pass", "fail", "unknown", "skipped"]
 SignatureStatus: TypeAlias = Literal["new", "known", "changed"]
+BaselineVerdict: TypeAlias = Literal["no-regression", "regression", "not-comparable", "none"]
 
 STOPPED_OUTCOMES = frozenset({"hang", "livelock", "dead", "stopped"})
 """Outcomes that count as a hang where a scenario says how often one may happen: the work did not end by
@@ -290,6 +291,27 @@ class SignatureResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Baseline:
+    """What came of holding a run against an earlier one. ``asked``: as the command line has it. ``run`` None: there
+    was none, and the verdict is *none*. ``comparison``: the document of ``hangrig compare RUN RUN``."""
+
+    asked: str
+    run: str | None
+    verdict: BaselineVerdict
+    sentence: str
+    comparison: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "asked": self.asked,
+            "run": self.run,
+            "verdict": self.verdict,
+            "sentence": self.sentence,
+            "comparison": None if self.comparison is None else dict(self.comparison),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """A whole run. ``never_run`` are planned trials without a directory and without a reason; ``problems`` name
     damaged files."""
@@ -317,6 +339,8 @@ class Result:
     time_budget_s: float | None = None
     left_out: tuple[str, ...] = ()
     """Planned trials that the time budget left no time for; they are not in ``never_run``."""
+    baseline: Baseline | None = None
+    """None where no baseline was asked for."""
 
     @property
     def arms(self) -> tuple[ArmResult, ...]:
@@ -344,6 +368,7 @@ class Result:
             "never_run": list(self.never_run),
             "time_budget_s": self.time_budget_s,
             "left_out": list(self.left_out),
+            "baseline": None if self.baseline is None else self.baseline.to_json(),
             "problems": list(self.problems),
             "engine_notes": list(self.engine_notes),
         }

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from reports import words
+from reports import baseline, words
 from reports.hang_text import diagnosis_lines, hang_groups
 from reports.known import new_issues
 from reports.model import Result, ScenarioResult
@@ -65,6 +65,8 @@ def show(result: Result, stream: IO[str]) -> None:
         )
     if told := time_budget(result):
         console.print(Text(f"time budget: {told}", style="yellow"))
+    for line in [] if result.baseline is None else baseline.lines(result.baseline):
+        console.print(Text(printable(line), style="yellow"))
     for trial in result.never_run:
         console.print(Text(f"never ran: {printable(trial)}", style="yellow"))
     for problem in result.problems:

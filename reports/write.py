@@ -6,6 +6,7 @@ from pathlib import Path
 
 from harness.store import read_run, write_bytes, write_json
 from reports import html, junit, markdown, prometheus, result
+from reports.baseline import FILE, against_baseline
 from reports.model import Result
 from reports.words import clean
 
@@ -13,11 +14,13 @@ from reports.words import clean
 def write_all(path: str | Path, *, allow_skip: bool = False) -> Result:
     """Writes report.json, report.html, summary.md, junit.xml and metrics.prom; returns what they show.
 
-    report.json goes first, so that programs find the verdict even if a later sink fails. Raises StoreError
-    when ``path`` is no run or the disk refuses.
+    report.json goes first of the reports, so that programs find the verdict even if a later sink fails. Raises
+    StoreError when ``path`` is no run or the disk refuses.
     """
     stored = read_run(path)
-    built = result.build(stored, allow_skip=allow_skip)
+    built = against_baseline(result.build(stored, allow_skip=allow_skip), stored)
+    if built.baseline is not None and built.baseline.comparison is not None:
+        write_json(stored.path / FILE, built.baseline.comparison)
     write_json(stored.path / "report.json", built.to_json())
     write_bytes(stored.path / "junit.xml", junit.render(built))
     write_bytes(stored.path / "metrics.prom", prometheus.render(built))
