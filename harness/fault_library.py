@@ -99,7 +99,7 @@ def _source() -> str:
 
 @register
 class Block(Fault):
-    """The thread waits for something that never comes; on a real accelerator the stream does."""
+    """The thread waits for something that never comes. At a stream's site on a real accelerator the stream does."""
 
     name: Literal["block"]
     sites: ClassVar[tuple[str, ...]] = ALL

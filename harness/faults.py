@@ -135,6 +135,11 @@ SITES: Mapping[str, Site] = {
 }  # fmt: skip
 """Every site. A value that cannot be written in TOML (a plan, an engine, a tensor) is for faults only."""
 
+ONLY_ON_SIM: Mapping[str, str] = {
+    "device.cores": "how a kernel takes the cores of a real device is the platform's own affair",
+}
+"""Sites that no real accelerator passes, and why."""
+
 
 @dataclass(slots=True)
 class Passing:

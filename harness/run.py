@@ -18,8 +18,8 @@ from harness.cluster import ClusterError, check_address
 from harness.corpus import CorpusView, Wish, jobs, manifest, variants
 from harness.corpus import request as corpus_request
 from harness.environment import driver_readings
-from harness.fault_model import load_file
-from harness.faults import FaultError
+from harness.fault_model import Fault, load_file
+from harness.faults import ONLY_ON_SIM, FaultError
 from harness.judge import HISTORY, judge
 from harness.known_issues import again, known_issues_here
 from harness.launch_plan import arm_spec, commands
@@ -190,6 +190,12 @@ def execute(
 def _validate(job: Job, arms: Sequence[ArmPlan], request: RunRequest) -> None:
     scenario, device = job.scenario, request.device
     seeds = sorted({plan.seed for plan in job.trials})
+    for fault in scenario.faults:
+        if isinstance(fault, Fault) and device != "sim" and fault.place in ONLY_ON_SIM:
+            raise BadRequest(
+                f"{scenario.name}: the fault {fault.name} acts at {fault.place}, which {device} does not have:"
+                f" {ONLY_ON_SIM[fault.place]}; use --device sim"
+            )
     try:
         target = find_target(scenario.target.name)
         for arm in arms:

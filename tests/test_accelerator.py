@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import weakref
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from device_contract import LONG_S, SHORT_S, until
-from fake_accelerator import FakeAccelerator
+from fake_accelerator import FakeAccelerator, FakeEvent, FakeGraph, FakeStream
 from fake_rig import opened_fake
 from sim_rig import Gate, visiting
 
@@ -392,3 +393,43 @@ def test_memory_that_others_took_is_told_beyond_the_slack() -> None:
     before = IdleFigures(free_bytes=1000 * MIB, total_bytes=2000 * MIB, allocated_bytes=0)
     assert not_idle(before, IdleFigures(800 * MIB, 2000 * MIB, 0)) == ""
     assert "300 MiB less of 2000 MiB" in not_idle(before, IdleFigures(700 * MIB, 2000 * MIB, 0))
+
+
+# --- the fake itself
+
+
+@pytest.mark.parametrize(
+    ("name", "real"),
+    [
+        ("Stream", torch.cuda.Stream.__new__),
+        ("Event", torch.cuda.Event.__new__),
+        ("CUDAGraph", torch.cuda.CUDAGraph.__new__),
+        ("graph", torch.cuda.graph.__init__),
+        *[
+            (name, getattr(torch.cuda, name))
+            for name in (
+                "stream", "set_stream", "current_stream", "set_device", "current_device", "device_count",
+                "is_available", "get_device_name", "mem_get_info", "memory_stats", "empty_cache",
+                "can_device_access_peer", "_sleep", "_is_in_bad_fork",
+            )
+        ],
+    ],
+)  # fmt: skip
+def test_the_fake_of_cuda_takes_no_argument_that_torch_does_not(name: str, real: Callable[..., Any]) -> None:
+    fake = FakeAccelerator("cuda")
+    taken = list(inspect.signature(getattr(fake, name)).parameters)
+    offered = [one for one in inspect.signature(real).parameters if one not in ("cls", "self")]
+    assert len(taken) <= len(offered)
+    # A first argument is only ever given by its place, so its name may differ.
+    assert set(taken[1:]) <= set(offered), name
+    fake.end()
+
+
+@pytest.mark.parametrize(
+    ("fake", "real"),
+    [(FakeEvent, torch.cuda.Event), (FakeGraph, torch.cuda.CUDAGraph), (FakeStream, torch.cuda.Stream)],
+)
+def test_the_fakes_objects_have_no_method_that_torchs_lack(fake: type, real: type) -> None:
+    # Those of the fake's machinery, and what torch's C base has in builds with CUDA.
+    own = {"put", "end", "wait_for_all", "npu_stream", "cuda_stream"} if fake is FakeStream else set()
+    assert {name for name in vars(fake) if not name.startswith("_")} - own <= set(dir(real))

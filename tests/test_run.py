@@ -419,3 +419,13 @@ def test_an_engine_that_is_not_there_is_told_before_anything_starts(
     done = call("run", "sglang-dp-cpu", "--set", f"target.python={python}", "--out", str(tmp_path / "runs"))
     assert done.exit_code == 2 and said in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_fault_that_only_the_simulated_device_can_have_is_refused_on_a_real_one(tmp_path: Path) -> None:
+    said = call(
+        "run", "scenarios/corpus/e2-cooperative-kernel.toml", "--device", "cuda", "--out", str(tmp_path)
+    )
+    assert said.exit_code == 2
+    told = " ".join(said.output.split())
+    assert "hoard_cores acts at device.cores, which cuda does not have" in told and "--device sim" in told
+    assert not any(tmp_path.iterdir())

@@ -5,7 +5,7 @@ current stream of the thread that opens the device, so that a tensor made or fil
 order. Which device is current is per thread: a thread that opens none calls ``select()``.
 
 On a real accelerator the sites of a stream are passed by the host, where it enqueues. A record that a fault leaves
-out is a record that was never made: the waits for it pass. The sites of ``NEVER_PASSED`` are not passed at all.
+out is a record that was never made: the waits for it pass. ``faults.ONLY_ON_SIM`` has the sites that it lacks.
 
 Not here: what differs (``cuda.py``, ``npu.py``), who makes a device (``opening.py``).
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -46,11 +46,6 @@ from harness.ledger_layout import EXTERNAL_EVENTS
 
 if TYPE_CHECKING:
     from harness.ledger import LedgerWriter
-
-NEVER_PASSED: Mapping[str, str] = {
-    "device.cores": "how a kernel takes the cores of a device is the platform's own affair",
-}
-"""Sites that no real accelerator passes, and why."""
 
 
 @dataclass(frozen=True, slots=True)
