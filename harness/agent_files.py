@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationEr
 
 from harness.guarded import GuardedCluster
 from harness.process_control import ProcessId
+from harness.rank_environment import Written
 from harness.seats import Seat
 from harness.watchdog import WatchdogSettings
 
@@ -93,6 +94,8 @@ class AgentTrial(BaseModel):
     started_ns: int | None = None
     """Start of the trial; None: when the agent first hears of it (a remote node's clock is another one)."""
     watchdog: _Settings = WatchdogSettings()
+    device: Written | None = None
+    """Where the libraries of an accelerator write, on every node; None on devices without such."""
 
 
 class Command(_Document):

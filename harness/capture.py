@@ -10,7 +10,8 @@ business, what it means the diagnosis's, and ``manifest.json`` the caller's. Lay
     sample-<i>/children/rank<r>.<pid>.json and .native.json
     sample-<i>/processes.json  logs/rank<r>.txt  decisions/rank<r>.jsonl
 
-A process of the engine that is no rank has its name in the place of ``rank<r>``.
+A process of the engine that is no rank has its name in the place of ``rank<r>``. What is taken of accelerators
+besides is ``device_evidence.py``'s.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from harness.children import MOST, MOST_OF_ONE, ChildProcess, children_of_seats
+from harness.device_evidence import DeviceCapture, DeviceRequest
 from harness.dumps import DumpTarget, StackDumps
+from harness.file_tail import read_tail
 from harness.ledger_layout import LedgerError
 from harness.ledger_reader import LedgerReader
 from harness.ledger_snapshot import Snapshot
 from harness.process_control import ProcessId, read_thread
 from harness.processes import ProcessEntry, read_process
+from harness.rank_environment import Written
 from harness.seats import Seat, seat_stem, seat_words
 from harness.stacks import ProcessStacks
 from harness.store import StoreError, write_bytes, write_json
@@ -45,6 +49,7 @@ __all__ = [
     "capture",
     "find_py_spy",
     "install_faulthandler",
+    "read_tail",
     "write_json",
 ]
 
@@ -73,7 +78,8 @@ class CaptureRank:
 class CaptureRequest:
     """``out`` is the trial's evidence directory, ``deadline_s`` the seconds that all ranks share.
 
-    ``native`` also takes native stacks. ``py_spy`` None: it is looked for.
+    ``native`` also takes native stacks, and what there is of the devices. ``py_spy`` None: it is looked for.
+    ``device``: where the ranks' libraries write, None on devices without such. ``since_ns``: the trial's start.
     """
 
     ranks: tuple[CaptureRank, ...]
@@ -82,6 +88,8 @@ class CaptureRequest:
     native: bool = False
     deadline_s: float = 10.0
     py_spy: Path | None = None
+    device: Written | None = None
+    since_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +160,9 @@ class _Capture:
         self.entries = {
             rank.rank: read_process(rank.pid, rank.start_time_ticks, rank.rank) for rank in request.ranks
         }
+        device = self._of_device()
+        if device is not None:
+            device.begin()
         self._find_children()
         for rank in request.ranks:
             self._ledger(rank)
@@ -167,6 +178,8 @@ class _Capture:
         for rank in request.ranks:
             self._tail(rank.log_path, f"logs/{seat_stem(rank.rank)}.txt", LOG_TAIL_BYTES)
             self._tail(rank.decisions_path, f"decisions/{seat_stem(rank.rank)}.jsonl", DECISIONS_TAIL_BYTES)
+        if device is not None:
+            device.end()
         return CaptureReport(
             sample=request.sample,
             taken_ns=taken_ns,
@@ -183,6 +196,23 @@ class _Capture:
 
     def _lack(self, what: str, why: str, impossible: bool = False) -> None:
         self.missing.append(Missing(what, why, impossible))
+
+    def _of_device(self) -> DeviceCapture | None:
+        request = self.request
+        if request.device is None or not request.native:
+            return None
+        pids = {seat: entry.pid for seat, entry in self.entries.items()}
+        return DeviceCapture(
+            DeviceRequest(
+                request.device,
+                pids,
+                request.out,
+                request.sample,
+                request.since_ns,
+                self.started_s + request.deadline_s,
+            ),
+            self._lack,
+        )
 
     # --- ledgers and logs
 
@@ -290,14 +320,3 @@ class _Capture:
             write_bytes(path, content)
         except (OSError, StoreError) as error:
             self._lack(f"{path.name} on disk", str(error))
-
-
-def read_tail(path: Path, limit_bytes: int) -> bytes:
-    """The last ``limit_bytes`` of a file, from a line's beginning when something was cut. Raises OSError."""
-    with path.open("rb") as file:
-        size_bytes = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size_bytes - limit_bytes))
-        tail = file.read(limit_bytes)
-    if size_bytes > limit_bytes and b"\n" in tail:
-        return tail[tail.index(b"\n") + 1 :]
-    return tail

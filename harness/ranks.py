@@ -11,7 +11,7 @@ from pathlib import Path
 from harness.agents import Agents
 from harness.cluster import Cluster, ClusterError, Node, nodes
 from harness.process_control import ProcessId
-from harness.rank_environment import Patience, RankEnvironment
+from harness.rank_environment import Patience, RankEnvironment, Written, written
 from harness.rank_pool import DeviceKind, PoolOptions, RankPool
 from harness.target import EngineSpec, LaunchSpec, Needs, RankProcess, Target, find_target
 
@@ -53,6 +53,12 @@ class Ranks:
     def environments(self) -> Mapping[int, RankEnvironment]:
         """What was set for the accelerator's libraries, by process that the pool started; empty on sim and cpu."""
         return {} if self._pool is None else self._pool.environments
+
+    def written(self, device: str) -> Written | None:
+        """Where the accelerator's libraries write, on every node; None where there are none. Processes whose users
+        set something of their own may differ; then it is the first one's word."""
+        first = next(iter(self.environments.values()), None)
+        return None if first is None else written(device, first.effective)
 
     def ensure(self, name: str, spec: EngineSpec, timeout_s: float) -> Sequence[RankProcess]:
         """The ranks of target ``name``, warm where they fit. Raises ClusterError or TargetError, with nothing

@@ -277,7 +277,7 @@ class Session:
         spec = _spec(scenario, plan, store, processes, self.wait_s(scenario), reference=reference)
         spec = dataclasses.replace(spec, fault_files=[str(path) for path in self.request.fault_files])
         warm = ranks.trials > 0
-        watch = AgentWatch(agents, _settings(scenario, warm=warm), store.evidence)
+        watch = AgentWatch(agents, _settings(scenario, warm=warm), store.evidence, ranks.written(plan.device))
         limits = Limits(
             trial_s=scenario.watchdog.trial_timeout_s,
             capture_s=2 * scenario.watchdog.capture_s + _CAPTURE_SLACK_S,

@@ -25,14 +25,17 @@ _SLOW_KEPT = 3
 
 class TrialEvidence:
     """``error`` is the last thing that the disk refused. ``busy(until_ns)`` is called before each capture, so that
-    nobody takes the agent for dead meanwhile."""
+    nobody takes the agent for dead meanwhile. ``since_ns``: the trial's start on this node (CLOCK_MONOTONIC)."""
 
-    def __init__(self, trial: AgentTrial, *, capture_s: float, busy: Callable[[int], None]) -> None:
+    def __init__(
+        self, trial: AgentTrial, *, since_ns: int, capture_s: float, busy: Callable[[int], None]
+    ) -> None:
         self.reports: list[CaptureReport] = []
         """Of the suspicion at hand."""
         self.error: str | None = None
         self._trial = trial
         self._folder = trial.evidence
+        self._since_ns = since_ns
         self._capture_s = capture_s
         self._busy = busy
         self._set_aside = 0
@@ -51,6 +54,8 @@ class TrialEvidence:
                     sample=len(self.reports),
                     native=native,
                     deadline_s=self._capture_s,
+                    device=self._trial.device,
+                    since_ns=self._since_ns,
                 )
             )
         )

@@ -53,8 +53,8 @@ class TrialWatch:
         self.evidence: Path | None = None
         self._notes: list[str] = []
         self._ledger_error: str | None = None
-        self._evidence = TrialEvidence(trial, capture_s=capture_s, busy=busy)
         self._started_ns = time.monotonic_ns() if trial.started_ns is None else trial.started_ns
+        self._evidence = TrialEvidence(trial, since_ns=self._started_ns, capture_s=capture_s, busy=busy)
         self._watchdog = Watchdog(trial.watchdog, trial.world)
         self._files = {rank.rank: _LedgerFile(rank.ledger) for rank in trial.ranks if rank.ledger is not None}
         self._since_ns = 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from harness.agent_files import AgentTrial
 from harness.agents import Agents, AgentStatus, watched, watched_other
 from harness.controller import WatchView
+from harness.rank_environment import Written
 from harness.seats import Seat, seats_words
 from harness.target import OtherProcess, RankProcess, TrialSpec
 from harness.watchdog import WatchdogSettings
@@ -20,10 +21,13 @@ from harness.watchdog import WatchdogSettings
 class AgentWatch:
     """One trial as the agents watch it."""
 
-    def __init__(self, agents: Agents, settings: WatchdogSettings, evidence: Path) -> None:
+    def __init__(
+        self, agents: Agents, settings: WatchdogSettings, evidence: Path, device: Written | None = None
+    ) -> None:
         self._agents = agents
         self._settings = settings
         self._evidence = evidence
+        self._device = device
         self._notes: tuple[str, ...] = ()
 
     def begin(self, trial: TrialSpec, ranks: Sequence[RankProcess], others: Sequence[OtherProcess]) -> None:
@@ -40,6 +44,7 @@ class AgentWatch:
                 evidence=self._evidence,
                 started_ns=time.monotonic_ns(),
                 watchdog=self._settings,
+                device=self._device,
             ),
             placement,
         )
