@@ -46,6 +46,7 @@ _HELPERS = re.compile(
     r"multiprocessing[.](?:resource_tracker|forkserver|spawn)|--multiprocessing-fork|compile_worker|"
     r"^(?:\S*/)?(?:ba|da|z)?sh\b|^(?:\S*/)?(?:sudo|numactl|env|nohup|timeout|tee|tini|setsid|py-spy)\b"
 )
+_SPAWNED = re.compile(r"multiprocessing[.]spawn import spawn_main")
 _FLAGS: dict[EngineName, dict[str, tuple[str, ...]]] = {
     "sglang": {
         "tp": ("--tp", "--tp-size", "--tensor-parallel-size"),
@@ -111,9 +112,11 @@ def role_of_zombie(comm: str) -> str | None:
     return next((role for title, role in _COMMS.items() if comm.startswith(title[:_COMM_CHARACTERS])), None)
 
 
-def is_helper(title: str) -> bool:
-    """A tracker, a compiler, a shell or a wrapper, or a process of ``multiprocessing`` without a title yet."""
-    return _HELPERS.search(title) is not None
+def is_helper(title: str, engine: EngineName | None = None) -> bool:
+    """A tracker, a compiler, a shell, a wrapper, or a process of ``multiprocessing`` without a title yet. Those of
+    an engine take one; those of any other program (``engine`` is "other") do its work as they are."""
+    works = engine == "other" and _SPAWNED.search(title) is not None
+    return not works and _HELPERS.search(title) is not None
 
 
 def served_by(title: str) -> EngineName | None:

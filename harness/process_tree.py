@@ -10,7 +10,7 @@ Standard library only; Linux only.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,13 +101,14 @@ class Tree:
         return tuple(rank for rank in self.expected_ranks or () if rank not in present) if present else ()
 
 
-def read_tree(*pids: int) -> Tree:
+def read_tree(*pids: int, without: Collection[int] = ()) -> Tree:
     """The engine under ``pids``. Raises ProcessLookupError, with the pid, where there is no such process."""
-    return arrange(rows_under(*pids))
+    return arrange(rows_under(*pids, without=without))
 
 
-def rows_under(*pids: int) -> list[Row]:
-    """``pids`` and all their descendants, zombies too. Raises ProcessLookupError."""
+def rows_under(*pids: int, without: Collection[int] = ()) -> list[Row]:
+    """``pids`` and all their descendants, zombies too, but those in ``without`` and what is below them. Raises
+    ProcessLookupError."""
     stats = {stat.pid: stat for stat in everything()}
     for pid in pids:
         if pid not in stats:
@@ -116,7 +117,7 @@ def rows_under(*pids: int) -> list[Row]:
     waiting = list(pids)
     while waiting:
         pid = waiting.pop()
-        if pid not in found:
+        if pid not in found and pid not in without:
             found[pid] = stats[pid].id
             waiting += [child.pid for child in stats.values() if child.parent == pid]
     return [row for row in map(_row, sorted(found.values())) if row is not None]
@@ -222,7 +223,9 @@ def _ranks(
 ) -> dict[ProcessId, int]:
     """Global ranks by process."""
     if engine == "other":
-        given = {row.process: row.environment.get("RANK", "") for row in rows if not is_helper(row.title)}
+        given = {
+            row.process: row.environment.get("RANK", "") for row in rows if not is_helper(row.title, engine)
+        }
         # A launcher may carry its own job's rank, which its children inherit until they get theirs.
         shared = len(given) > 1 and len(set(given.values())) == 1
         return {process: int(text) for process, text in given.items() if text.isdecimal() and not shared}
@@ -240,7 +243,7 @@ def _role(row: Row, named: Titled | None, engine: EngineName, ranks: Mapping[Pro
     if named is not None:
         return named.role
     if engine == "other":
-        return "helper" if is_helper(row.title) else "other"
+        return "helper" if is_helper(row.title, engine) else "other"
     return "server" if served_by(row.title) == engine else "helper"
 
 

@@ -1,4 +1,4 @@
-"""For hang tests in pytest: the ``hang`` marker and the ``hang_trial`` fixture.
+"""For hang tests in pytest: the ``hang`` marker and the ``hang_trial`` fixture; ``hang_watch`` for any test.
 
     @pytest.mark.hang
     def test_pinned_copies(hang_trial):
@@ -6,11 +6,13 @@
         outcome.expect("healthy", arm={"pinned": "pageable"})
         outcome.expect("hang", arm={"pinned": "pinned"}, mechanism="stream-order", culprits=[1])
 
-A run is a process of its own, so neither Ray nor torch comes into pytest, and a test that ends early leaves
-nothing running. When an expectation fails, the message is the diagnosis. Every pytest of the environment
-loads this module: at import it needs pytest and the standard library only.
+Where the marker names them, ``hang(scenario="dp-pinned-hang", timeout=300)``, the fixture is called without a
+scenario, and a run that takes longer is ended. A run is a process of its own, so neither Ray nor torch comes into
+pytest, and a test that ends early leaves nothing running. When an expectation fails, the message is the diagnosis.
+Every pytest of the environment loads this module: at import it needs pytest and the standard library only.
 
-Not here: running (``harness.cli`` does, in that process) and wording a diagnosis (``reports.hang_text``).
+Not here: tests that start no scenario and are watched (``pytest_hang_watch.py``), running (``harness.cli`` does, in
+that process) and wording a diagnosis (``reports.hang_text``).
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+
+from harness.pytest_hang_watch import HangWatch
 
 RUN_S = 900.0
 """Longest that one run may take, all its trials together."""
@@ -126,14 +130,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "hang: makes ranks run for real, to see whether and why they hang")
+    config.addinivalue_line(
+        "markers",
+        "hang(scenario=None, timeout=900): makes ranks run for real, to see whether and why they hang",
+    )
+    config.addinivalue_line(
+        "markers", "hang_watch(timeout): fails with a diagnosis of its whole process tree when it stalls"
+    )
+    config.pluginmanager.register(HangWatch(config), "hangrig-hang-watch")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def hang_trial(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HangTrial:
     """Runs scenarios and returns a `HangOutcome`. Runs are stored under ``--hangrig-out``, else under pytest's
-    own temporary directory."""
+    own temporary directory. The marker's ``scenario`` is run where none is given."""
     kept: Path | None = request.config.getoption("--hangrig-out")
+    marker = request.node.get_closest_marker("hang")
+    named = () if marker is None else _named(marker.kwargs.get("scenario"))
+    timeout_s = float(RUN_S if marker is None else marker.kwargs.get("timeout", RUN_S))
 
     def run(
         *scenarios: str | Path,
@@ -143,16 +157,27 @@ def hang_trial(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         settings: Sequence[str] = (),
     ) -> HangOutcome:
         out = tmp_path_factory.mktemp("hangrig") if kept is None else kept.absolute()
-        arguments = [*map(str, scenarios), "--device", device, "--trials", str(trials), "--seed", str(seed)]
+        chosen = scenarios or named
+        if not chosen:
+            raise ValueError("hang_trial: give a scenario, or name one in the marker: hang(scenario=...)")
+        arguments = [*map(str, chosen), "--device", device, "--trials", str(trials), "--seed", str(seed)]
         for setting in settings:
             arguments += ["--set", setting]
-        return run_scenarios([*arguments, "--out", str(out)])
+        return run_scenarios([*arguments, "--out", str(out)], timeout_s)
 
     return run
 
 
-def run_scenarios(arguments: Sequence[str]) -> HangOutcome:
-    """``hangrig run ARGUMENTS`` as a process. Fails the test when there was no run, skips it without device."""
+def _named(scenario: object) -> tuple[str, ...]:
+    """The marker's scenarios: one, or several in a list."""
+    if scenario is None:
+        return ()
+    return (str(scenario),) if isinstance(scenario, str | Path) else tuple(map(str, scenario))  # type: ignore[call-overload]
+
+
+def run_scenarios(arguments: Sequence[str], timeout_s: float | None = None) -> HangOutcome:
+    """``hangrig run ARGUMENTS`` as a process. Fails the test when there was no run or it took longer than
+    ``timeout_s`` (RUN_S when None), skips it without device."""
     __tracebackhide__ = True
     command = [sys.executable, "-m", "harness.cli", "run", *arguments, "--json"]
     # In a group of its own: Ctrl-C at pytest's terminal is handed on below, once.
@@ -160,7 +185,7 @@ def run_scenarios(arguments: Sequence[str]) -> HangOutcome:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        output, said = driver.communicate(timeout=RUN_S)
+        output, said = driver.communicate(timeout=RUN_S if timeout_s is None else timeout_s)
     except BaseException:  # also pytest's own timeout and Ctrl-C: nothing that was started may stay
         _stop(driver)
         raise

@@ -13,7 +13,7 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -113,6 +113,27 @@ def watch(request: WatchRequest, tell: Callable[[str], None] = lambda text: None
         running.close()
 
 
+def capture_stall(pid: int, folder: Path, fact: str, without: Collection[int] = ()) -> WatchResult:
+    """Two samples of the tree below ``pid`` into ``folder``, and what they say of a stall that somebody else has
+    seen: ``fact``. Processes of ``without``, with what is below them, take no part. Raises WatchError and
+    StoreError."""
+    try:
+        tree = read_tree(pid, without=without)
+    except ProcessLookupError as error:
+        raise WatchError(str(error)) from None
+    problem = access_problem(tree.members)
+    if problem is not None:
+        raise WatchError(problem)
+    sources = Sources.of(tree, None, ask_health=False)
+    running = _Watch(
+        WatchRequest((pid,), None, folder), sources, Evidence(folder, sources), lambda text: None
+    )
+    try:
+        return running.stalled(fact)
+    finally:
+        running.close()
+
+
 class _Watch:
     def __init__(
         self, request: WatchRequest, sources: Sources, evidence: Evidence, tell: Callable[[str], None]
@@ -149,6 +170,13 @@ class _Watch:
         self._judge.observe(first.look)
         self._judge.observe(last.look)
         return self._result(opinion)
+
+    def stalled(self, fact: str) -> WatchResult:
+        """Two samples, of a tree that stalls."""
+        self._judge.observe(self._evidence.take().look)
+        self._deaths.settle(_CONFIRM_APART_S)
+        self._judge.observe(self._evidence.take(native=True).look)
+        return self._result(Opinion("stalled", "told", (fact,)))
 
     # Until a stall or the end of the time ----------------------------------------------------------------
 
