@@ -27,10 +27,12 @@ from harness.devices.base import Device, DeviceTimeout
 from harness.devices.sim import SimDevice, SimOptions
 from harness.litmus.bench import Bench, Stress
 from harness.litmus.catalogue import PROGRAMS
+from harness.litmus.groups import all_reduce
 from harness.litmus.program import ERROR, STALLED, Program
 from harness.litmus.request import ChildRequest
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_GROUP_DEADLINES = 10
 
 
 class Child:
@@ -42,10 +44,10 @@ class Child:
         self._request = request
         self._programs = programs
         self._say = say
-        self._device, facts = open_device(request)
+        self._device, facts = open_for(request)
         self._meet: Callable[[], None] = lambda: None
         if request.ranks > 1:
-            self._meet = join_group(request, facts)
+            self._meet = join_group(request, self._device)
         self._ready: tuple[str, str, Stress] | None = None
         self._program: Program | None = None
         self._say(ready=facts)
@@ -83,29 +85,42 @@ class Child:
         return self._program
 
 
-def open_device(request: ChildRequest) -> tuple[Device, dict[str, Any]]:
+def open_for(request: ChildRequest) -> tuple[Device, Mapping[str, str | None]]:
     """The device and what is known of its platform."""
-    facts: dict[str, Any] = {"torch": torch.__version__, "backend": None}
-    options = SimOptions(
-        memory_model=request.model,
-        defects=frozenset(request.defects),
-        host_timeout_s=request.deadline_s,
+    if request.device == "sim":
+        options = SimOptions(
+            memory_model=request.model,
+            defects=frozenset(request.defects),
+            host_timeout_s=request.deadline_s,
+        )
+        return SimDevice(options, rank=request.rank), {"torch": torch.__version__}
+    from harness.devices.facts import platform_facts
+    from harness.devices.opening import open_device
+
+    index = 0 if request.shared else request.rank
+    device = open_device(
+        request.device, index, rank=request.rank, ledger=None, host_timeout_s=request.deadline_s
     )
-    return SimDevice(options, rank=request.rank), facts
+    return device, platform_facts(request.device, index)
 
 
-def join_group(request: ChildRequest, facts: dict[str, Any]) -> Callable[[], None]:
-    """Makes the communicator of the pair, and a group of gloo by which its members wait for each other."""
-    timeout = timedelta(seconds=request.deadline_s)
-    facts["backend"] = "gloo"
+def join_group(request: ChildRequest, device: Device) -> Callable[[], None]:
+    """Makes the communicator of the pair, and a group of gloo by which its members wait for each other.
+
+    Their own timeout lies behind the deadline of a shot: a stall is to be told as one, not as an error.
+    """
+    timeout = timedelta(seconds=_GROUP_DEADLINES * request.deadline_s)
     dist.init_process_group(
-        "gloo",
+        request.backend,
         init_method=f"file://{request.rendezvous}",
         rank=request.rank,
         world_size=request.ranks,
         timeout=timeout,
     )
     meeting = dist.new_group(backend="gloo", timeout=timeout)
+    first = device.empty([1], torch.int32)
+    device.compute.run(all_reduce(first), "all_reduce")  # NCCL and HCCL make their communicator now
+    device.compute.synchronize(timeout.total_seconds())
 
     def meet() -> None:
         dist.barrier(group=meeting)
@@ -137,6 +152,7 @@ def main(programs: Mapping[str, type[Program]] = PROGRAMS) -> NoReturn:
         answers.write(json.dumps(fields) + "\n")
         answers.flush()
 
+    torch.set_num_threads(1)  # the tensors are small, and a busy host delays its streams
     try:
         child = Child(request, programs, say)
     except Exception as error:

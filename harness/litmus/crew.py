@@ -147,18 +147,18 @@ class Crew:
     def shoot(self, order: Order) -> Iterator[Shot]:
         """Shots in the order of their numbers, fewer than asked when the budget is used up or after MOST_STOPS
         stops. Raises CrewError when a process cannot be started."""
-        began_s = time.monotonic()
-        number, stops = 0, 0
-        while number < order.shots and stops < MOST_STOPS:
-            count = _piece(number, time.monotonic() - began_s, order)
-            if count == 0:
-                return
+        number, stops, spent_s = 0, 0, 0.0
+        while stops < MOST_STOPS and (count := _next_piece(number, spent_s, order)):
+            if not self._members:
+                self._start()  # which is on nobody's budget
+            began_s = time.monotonic()
             for shot in self._piece(order, number, count):
                 yield shot
                 number += 1
                 if _stopped(shot):
                     self.end()
                     stops += 1
+            spent_s += time.monotonic() - began_s
 
     def end(self) -> None:
         for member in self._members:
@@ -167,8 +167,6 @@ class Crew:
         self._fresh.clear()
 
     def _piece(self, order: Order, first: int, count: int) -> Iterator[Shot]:
-        if not self._members:
-            self._start()
         told = {
             "program": order.program,
             "space": order.space,
@@ -226,10 +224,10 @@ class Crew:
         self.facts = self.facts or answer["ready"]
 
 
-def _piece(done: int, spent_s: float, order: Order) -> int:
-    """How many shots to order next: what fits into the rest of the budget at the pace so far, at most _PIECE."""
+def _next_piece(done: int, spent_s: float, order: Order) -> int:
+    """How many shots to order: what fits into the rest of the budget at the pace so far, at most _PIECE."""
     left_s = order.budget_s - spent_s
-    if left_s <= 0.0:
+    if left_s <= 0.0 or done == order.shots:
         return 0
     fitting = _FIRST_PIECE if done == 0 else int(left_s / spent_s * done)
     return max(1, min(fitting, _PIECE, order.shots - done))

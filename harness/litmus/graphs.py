@@ -55,11 +55,13 @@ class GraphFenced(Program):
         self._rescue(replayed)
 
     def observe(self) -> str:
-        first, second = (int(value) for value in self.used)
+        first, second = self.used.tolist()
         if (first, second) == (1, 2):
             return "own"
         if first == 1 and second == _RESCUE:
-            return STALLED
+            return (
+                STALLED if self.fenced else "late"
+            )  # without a fence the patience is short: it may be the machine
         if first != 2:
             return "other"
         return "lost-record" if second == _RESCUE else "newer-argument"

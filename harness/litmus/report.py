@@ -148,6 +148,8 @@ def _interval(observed: Rate) -> str:
 def _remarks(findings: Findings) -> Sequence[str]:
     """The stress that was chosen, and a sentence on each line that did not simply pass."""
     said = [tuned.words for tuned in findings.tuned.values()]
+    if findings.platform.get("shared"):
+        said.append("both ranks shared one device over gloo: their programs say nothing about NCCL")
     for line in findings.lines:
         if line.verdict == "fail":
             means = line.to_json()["means"]

@@ -63,7 +63,8 @@ def chosen_names(only: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ChildRequest:
-    """``rendezvous``: a file that the members of a crew of ``ranks`` find each other by, new for each crew."""
+    """``backend``: of the communicator of a pair, whose members find each other by the file ``rendezvous``, new for
+    each crew. ``shared``: its members share one device."""
 
     device: str
     model: str
@@ -73,6 +74,8 @@ class ChildRequest:
     parent: int = 0
     rank: int = 0
     ranks: int = 1
+    backend: str = "gloo"
+    shared: bool = False
     rendezvous: str = ""
 
     def to_text(self) -> str:

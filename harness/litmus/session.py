@@ -7,10 +7,11 @@ they were asked for: without them its silence says nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from harness.device_facts import accelerators
 from harness.litmus.bench import Stress
 from harness.litmus.catalogue import PROGRAMS
 from harness.litmus.crew import COMMAND, Crew, CrewError, Order
@@ -31,6 +32,7 @@ TUNED_BY: Mapping[str, str] = {
     "groups": "group-reversed",
 }
 """The control whose sightings choose a family's stress."""
+_BACKENDS = {"cuda": "nccl", "npu": "hccl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +101,16 @@ def run_session(
     tuned: dict[str, Tuned] = {}
     platform: dict[str, Any] = {}
     for ranks in sorted({program.ranks for program in wanted}):
-        child = ChildRequest(
-            request.device,
-            request.memory_model,
-            request.defects,
-            request.seed,
-            table.deadline_s,
-            ranks=ranks,
-        )
         theirs = [program for program in wanted if program.ranks == ranks]
         counted |= {program.name: Counted(asked=request.iterations) for program in theirs}
+        child = place(request, ranks, table.deadline_s)
+        if isinstance(child, str):
+            for program in theirs:
+                counted[program.name].skipped = child
+            continue
+        if ranks > 1:
+            platform["backend"] = child.backend
+            platform["shared"] = child.shared
         with Crew(child, logs, table.start_s, command) as crew:
             try:
                 for program in theirs:
@@ -122,10 +124,27 @@ def run_session(
                 tell(str(error))
                 for program in theirs:
                     counted[program.name].errors.append(str(error))
-            for fact, value in crew.facts.items():
-                platform[fact] = platform.get(fact) or value
+            platform |= crew.facts
     lines = judge({program.name: program for program in wanted}, counted, request.memory_model)
     return Findings(request, lines, tuned, platform)
+
+
+def place(request: LitmusRequest, ranks: int, deadline_s: float) -> ChildRequest | str:
+    """What each of ``ranks`` processes is asked, or why so many cannot be placed on this machine.
+
+    Two ranks get a device each and the platform's backend. On one GPU they share it over gloo, since NCCL refuses;
+    on one NPU there is nothing that would carry device tensors between them.
+    """
+    child = ChildRequest(
+        request.device, request.memory_model, request.defects, request.seed, deadline_s, ranks=ranks
+    )
+    if request.device == "sim" or ranks == 1:
+        return child
+    if accelerators(request.device, ranks).count >= ranks:
+        return replace(child, backend=_BACKENDS[request.device])
+    if request.device == "cuda":
+        return replace(child, shared=True)
+    return f"{ranks} ranks need a device each, and HCCL refuses to share one"
 
 
 def _tune(crew: Crew, family: str, request: LitmusRequest, table: DeviceTable) -> Tuned:
