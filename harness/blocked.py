@@ -76,7 +76,9 @@ class _Graph:
         self._assumed = assumed
         self._frozen = frozen
         self._hosts = set(snapshots) | ended | assumed
-        self._streams = {(rank, name) for rank, snapshot in snapshots.items() for name in _busy(snapshot)}
+        self._streams = {
+            (rank, name) for rank, snapshot in snapshots.items() for name in busy_streams(snapshot)
+        }
         self._waits = set(range(len(found)))
         self._of: dict[int, list[int]] = {}
         """By rank, the collectives in which it waits."""
@@ -110,7 +112,7 @@ class _Graph:
             rank in self._hosts and (not by_thread or self._all_stand(rank)) for rank in wait.missing
         )
         return missing or any(
-            _busy(self._snapshots[rank]) and self._all_stand(rank)
+            busy_streams(self._snapshots[rank]) and self._all_stand(rank)
             for rank in wait.late
             if rank in self._snapshots
         )
@@ -120,7 +122,7 @@ class _Graph:
         snapshot = self._snapshots.get(rank)
         if snapshot is None:
             return rank in self._ended
-        return all((rank, name) in self._streams for name in _busy(snapshot) if name != but)
+        return all((rank, name) in self._streams for name in busy_streams(snapshot) if name != but)
 
     def _stream_stands(self, rank: int, name: str) -> bool:
         snapshot = self._snapshots[rank]
@@ -128,10 +130,10 @@ class _Graph:
         if oldest is None:
             return False
         if oldest.label.startswith(EVENT_WAIT_LABEL):
-            others = [other for other in _busy(snapshot) if other != name]
+            others = [other for other in busy_streams(snapshot) if other != name]
             return bool(others) and self._all_stand(rank, but=name)
         return any(
-            _holds(oldest.label, self._found[number])
+            holds(oldest.label, self._found[number])
             for number in self._of.get(rank, ())
             if number in self._waits
         )
@@ -186,12 +188,13 @@ def _wait_words(wait: Wait) -> str:
     )
 
 
-def _busy(snapshot: Snapshot) -> list[str]:
+def busy_streams(snapshot: Snapshot) -> list[str]:
+    """Those with unfinished work."""
     return [name for name, stream in snapshot.streams.items() if stream.busy]
 
 
-def _holds(label: str, wait: Wait) -> bool:
-    """The operation of a stream is what carries out the collective."""
+def holds(label: str, wait: Wait) -> bool:
+    """The operation of a stream, by its label, is what carries out the collective."""
     if label.startswith(REPLAY_LABEL):
         return wait.operation.startswith(GRAPH_PREFIX) or registers(wait)
     words = label.split()

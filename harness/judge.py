@@ -23,6 +23,7 @@ from harness.seats import Seat
 from harness.stacks import ProcessStacks
 from harness.stacks_tree import merge, tree_to_json
 from harness.store import StoredSample, StoredTrial, StoreError, TrialStore, read_trial, write_json
+from harness.wait_graph import WaitGraph, wait_graph
 from harness.wrong_tokens import explained
 
 HISTORY = "history.json"
@@ -105,6 +106,7 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
             )
         )
         write_json(store.evidence / "merged.json", tree_to_json(merged))
+        write_json(store.evidence / "waits.json", _wait_graph(stored).to_json())
     planned = context.planned
     document = {
         "schema": 1,
@@ -237,6 +239,12 @@ def _outcome(history: Document, diagnosis: Diagnosis | None) -> tuple[str, str]:
     if diagnosis.kind == "none":
         return "unknown", "the evidence shows ranks that move, yet the trial did not finish"
     return diagnosis.kind, ""
+
+
+def _wait_graph(stored: StoredTrial) -> WaitGraph:
+    """Of the last sample of each rank."""
+    ledgers = {seat: document for sample in stored.samples for seat, document in sample.ledgers.items()}
+    return wait_graph({seat: Snapshot.from_json(ledgers[seat]) for seat in ledgers if isinstance(seat, int)})
 
 
 def diagnose_stored(stored: StoredTrial, history: Document, context: TrialContext) -> Diagnosis | None:

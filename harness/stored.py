@@ -56,6 +56,7 @@ class StoredTrial:
     manifest: Document | None  # evidence/manifest.json
     samples: tuple[StoredSample, ...]
     merged: Document | None  # evidence/merged.json
+    waits: Document | None  # evidence/waits.json: harness.wait_graph
     engine: Document | None  # evidence/engine.json: what a foreign engine said of the trial
     latency: Mapping[str, Sequence[float]]  # microseconds by hot path
     tokens: Mapping[str, Sequence[int]]  # output token ids by request
@@ -230,6 +231,7 @@ def read_trial(path: Path) -> StoredTrial:
         manifest=reader.object(evidence / "manifest.json"),
         samples=read_samples(evidence, reader),
         merged=reader.object(evidence / "merged.json"),
+        waits=reader.object(evidence / "waits.json"),
         engine=reader.object(evidence / "engine.json"),
         latency=reader.table(path / "latency.json", "paths", (int, float)),
         tokens=reader.table(path / "tokens.json", "requests", (int,)),

@@ -52,6 +52,7 @@ def render(
         manifest=None,
         samples=(),
         merged=None,
+        waits=None,
         engine=_dict(documents.get("engine")),
         latency={},
         tokens={},

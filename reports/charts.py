@@ -22,19 +22,19 @@ from reports.statistics import Ratio
 from reports.words import clean, microseconds
 
 PALETTE = ("#3b82c4", "#d9822b", "#3a9d6e", "#b455a0", "#8a7a2a", "#c0504d", "#5b6abf", "#6b7280")
-_TEXT = "#010203"  # replaced by the page's colour
+TEXT = "#010203"  # replaced by the page's colour
 _MAX_POINTS = 200
-_STYLE = {
+STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9.0,
-    "text.color": _TEXT,
-    "axes.edgecolor": _TEXT,
-    "axes.labelcolor": _TEXT,
+    "text.color": TEXT,
+    "axes.edgecolor": TEXT,
+    "axes.labelcolor": TEXT,
     "axes.linewidth": 0.6,
-    "xtick.color": _TEXT,
-    "ytick.color": _TEXT,
-    "grid.color": _TEXT,
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
+    "grid.color": TEXT,
     "grid.alpha": 0.15,
     "grid.linewidth": 0.5,
     "text.parse_math": False,  # a toggle's value may hold a dollar sign
@@ -59,7 +59,7 @@ def distribution(path: str, arms: Mapping[str, Sequence[float]]) -> Chart | None
     left_out = max(len(drawn) - len(PALETTE), 0)
     if not drawn:
         return None
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": clean(path)}):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": clean(path)}):
         figure = Figure(figsize=(7.4, 2.7), layout="constrained")
         axes = figure.subplots()
         for (name, samples), colour in zip(drawn.items(), PALETTE, strict=False):
@@ -68,13 +68,13 @@ def distribution(path: str, arms: Mapping[str, Sequence[float]]) -> Chart | None
             shown = np.maximum(samples[keep], 1e-3)
             axes.step(shown, shares[keep], where="post", color=colour, linewidth=1.4, label=clean(name))
         for level in (0.5, 0.95, 0.99):
-            axes.axhline(level, color=_TEXT, alpha=0.25, linewidth=0.6, linestyle=":")
+            axes.axhline(level, color=TEXT, alpha=0.25, linewidth=0.6, linestyle=":")
         axes.set_xscale("log")
         _latency_axis(axes)
         axes.set_ylim(0.0, 1.02)
         axes.set_yticks((0.0, 0.5, 0.95), ("0", "50 %", "95 %"))
         _finish(figure, axes, len(drawn))
-        svg = _svg(figure, f"Latency distribution of {path}", path)
+        svg = svg_of(figure, f"Latency distribution of {path}", path)
     reading = (
         "Each curve is one arm: at the height of 95 %, read below it the latency that 95 % of the samples "
         "stayed under. Further left is faster; curves that lie on each other do not differ."
@@ -89,11 +89,11 @@ def ratios(rows: Sequence[tuple[str, Ratio]], against: str, threshold: float) ->
     drawn = [(name, ratio) for name, ratio in rows if ratio.ratio is not None]
     if not drawn:
         return None
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "ratios"}):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "ratios"}):
         figure = Figure(figsize=(7.4, 0.8 + 0.32 * len(drawn)), layout="constrained")
         axes = figure.subplots()
-        axes.axvspan(1.0 / (1.0 + threshold), 1.0 + threshold, color=_TEXT, alpha=0.08, linewidth=0)
-        axes.axvline(1.0, color=_TEXT, alpha=0.5, linewidth=0.8)
+        axes.axvspan(1.0 / (1.0 + threshold), 1.0 + threshold, color=TEXT, alpha=0.08, linewidth=0)
+        axes.axvline(1.0, color=TEXT, alpha=0.5, linewidth=0.8)
         for height, (_, ratio) in enumerate(reversed(drawn)):
             fill = "none"
             if ratio.low is not None and ratio.high is not None:
@@ -105,7 +105,7 @@ def ratios(rows: Sequence[tuple[str, Ratio]], against: str, threshold: float) ->
         axes.set_ylim(-0.6, len(drawn) - 0.4)
         axes.set_xlabel(clean(f"median latency, as a multiple of {against}"))
         _finish(figure, axes, 1)
-        svg = _svg(figure, f"Ratios of medians against {against}", "ratios")
+        svg = svg_of(figure, f"Ratios of medians against {against}", "ratios")
     reading = (
         f"A point left of the line at 1 is faster than {against}. A difference counts when its bar stays "
         "clear of that line and its point lies outside the grey band; a bar inside the band means no "
@@ -133,7 +133,7 @@ def _finish(figure: Any, axes: Any, curves: int) -> None:
         figure.legend(loc="outside upper left", frameon=False, ncols=3, handlelength=1.4, fontsize=8.5)
 
 
-def _svg(figure: Any, title: str, salt: str) -> str:
+def svg_of(figure: Any, title: str, salt: str) -> str:
     """The bare <svg> element: no document type, no metadata, no address; ids unique on the page."""
     buffer = io.StringIO()
     metadata = {"Date": None, "Creator": None, "Type": None, "Format": None}
@@ -142,7 +142,7 @@ def _svg(figure: Any, title: str, salt: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
-    text = text.replace(_TEXT, "currentColor")
+    text = text.replace(TEXT, "currentColor")
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
     prefix = f"c{hashlib.sha256(clean(salt).encode()).hexdigest()[:8]}-"

@@ -132,7 +132,7 @@ def hang_view(stored: StoredTrial, trial: TrialResult) -> HangView:
         reason=fields.text(manifest, "reason"),
         samples=len(stored.samples),
         ranks=rank_rows(stored, trial),
-        stacks=sections(stored.merged or {}, _blamed(trial)),
+        stacks=sections(stored.merged or {}, blamed_seats(trial)),
         children=child_rows(stored),
         missing=tuple(missing),
     )
@@ -166,7 +166,7 @@ def rank_rows(stored: StoredTrial, trial: TrialResult) -> tuple[RankRows, ...]:
                 end = fields.optional_text(row, "exit")
                 processes[seat] = fields.text(row, "state", "unknown") + (f", {end}" if end else "")
     diagnosis = trial.diagnosis
-    guilty = _blamed(trial)
+    guilty = blamed_seats(trial)
     stream = diagnosis.stream if diagnosis else None
     return tuple(
         _rank(
@@ -180,7 +180,7 @@ def rank_rows(stored: StoredTrial, trial: TrialResult) -> tuple[RankRows, ...]:
     )
 
 
-def _blamed(trial: TrialResult) -> frozenset[int | str]:
+def blamed_seats(trial: TrialResult) -> frozenset[int | str]:
     """Ranks, and names of processes that are no ranks."""
     culprits = trial.diagnosis.culprits if trial.diagnosis else ()
     return frozenset(culprit.role if culprit.rank is None else culprit.rank for culprit in culprits)

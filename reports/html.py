@@ -16,18 +16,21 @@ from urllib.parse import quote
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from harness.store import StoredRun
-from reports import baseline, corpus, words
+from harness.store import StoredRun, StoredTrial
+from reports import baseline, corpus, timeline_chart, wait_chart, words
 from reports.charts import Chart, distribution
 from reports.engine import bypassing
-from reports.evidence import group_hangs
+from reports.evidence import HangGroup, blamed_seats, group_hangs
 from reports.hang_text import heading
 from reports.injected import Injected, injected
 from reports.known import new_issues, web_address
 from reports.model import Result, TrialResult
 from reports.run_text import time_budget
+from reports.timeline import timeline
 from reports.toggles import toggle_rows
 
+MOST_PICTURES = 12
+"""Groups of hangs that are drawn: the page stays small enough to be sent around."""
 LATENCY_ORDER = ("step", "next_token_copy", "bitmask_copy", "token_count_copy")
 
 
@@ -87,10 +90,21 @@ def render(result: Result, stored: StoredRun) -> str:
             versions=flatten(result.versions),
             machine=flatten(result.machine),
             link=_Links(stored),
+            pictures={group.first.trial.id: pictures(group, trials) for group in groups[:MOST_PICTURES]},
             bypass=bypassing([trial.engine for trial in result.trials if trial.engine is not None]),
             engine_commands=list(dict.fromkeys(t.engine.command for t in result.trials if t.engine)),
         )
     )
+
+
+def pictures(group: HangGroup, stored: Mapping[str, StoredTrial]) -> list[Chart]:
+    """Of the first trial of a group: who waits for whom, and its last steps."""
+    trial = group.first.trial
+    blamed = blamed_seats(trial)
+    line = timeline(stored[trial.id], trial)
+    waiting = wait_chart.chart(stored[trial.id].waits or {}, blamed)
+    steps = None if line is None else timeline_chart.chart(line, blamed)
+    return [chart for chart in (waiting, steps) if chart is not None]
 
 
 def _broken(stored: StoredRun, result: Result) -> list[Injected]:
