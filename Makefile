@@ -7,18 +7,33 @@ SCENARIOS := dp-retract dp-pinned-hang dp-pinned-latency dp-pinned-corruption dp
 SEED ?= 1
 ARGS ?=
 
-.PHONY: setup stress-sim test test-engines hang litmus corpus lint bench bench-engines compare clean
+# Nights on hardware. BUDGET is for all runs together, TRIALS per arm as far as the budget allows, KEEP in runs.
+BUDGET ?= 8h
+TRIALS ?= 100
+OUT ?= runs
+KEEP_DAYS ?= 30
+KEEP ?= 60
+ALLOW_SKIP ?=
+NIGHT = -m harness.night --budget $(BUDGET) --trials $(TRIALS) --seed $(SEED) --out $(OUT) --keep-days $(KEEP_DAYS) \
+	--keep $(KEEP) $(if $(filter-out 0,$(ALLOW_SKIP)),--allow-skip) --run-options="$(ARGS)"
+PYTHON_311 = $(PYTHON) -c 'import sys; sys.exit("hangrig needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+
+.PHONY: setup stress-sim stress-npu stress-cuda test test-engines hang litmus corpus lint bench bench-engines compare clean
 
 setup: $(READY)
 
 $(READY): pyproject.toml constraints/cpu.txt
-	@$(PYTHON) -c 'import sys; sys.exit("hangrig needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON_311)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/cpu.txt torch -e '.[test,lint]'
 	@touch $@
 
 stress-sim: setup  ## the main job: the scenario set on the simulated device, about five minutes
 	$(BIN)/hangrig run $(SCENARIOS) --device sim --seed $(SEED) $(ARGS)
+
+stress-npu stress-cuda:  ## a night in an accelerator image's own Python, whose torch stays as it is (docs/nights.md)
+	@$(PYTHON_311)
+	@$(PYTHON) $(NIGHT) $(subst stress-,,$@)
 
 test: setup  ## all tests, lint included
 	$(BIN)/python -m pytest $(ARGS)
@@ -53,4 +68,4 @@ compare: setup  ## pinned against pageable in the newest run
 	$(BIN)/hangrig compare runs/latest --by pinned
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) .venv-npu .venv-cuda runs build *.egg-info

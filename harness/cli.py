@@ -13,7 +13,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
 
+from harness import durations
 from harness.cli_text import doctor_lines, plan, plan_lines
 from harness.fault_model import load_file, registered
 from harness.faults import FaultError
@@ -114,20 +114,12 @@ def parse_device(value: str | None) -> str | None:
     return value
 
 
-_UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0}
-
-
 def parse_duration_s(text: str) -> float:
-    """``2h``, ``30m``, ``1h30m``, ``90s`` or ``90`` as seconds. Raises BadParameter."""
-    if re.fullmatch(r"\d+(\.\d+)?", text):
-        total_s = float(text)
-    elif re.fullmatch(r"(\d+(\.\d+)?[hms])+", text):
-        total_s = sum(float(n) * _UNITS_S[unit] for n, _, unit in re.findall(r"(\d+(\.\d+)?)([hms])", text))
-    else:
-        raise typer.BadParameter(f"{text!r} is no duration; write 2h, 30m, 1h30m or 90s")
-    if total_s <= 0:
-        raise typer.BadParameter(f"{text!r} is no time at all")
-    return total_s
+    """As ``harness.durations``. Raises BadParameter."""
+    try:
+        return durations.parse_duration_s(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def parse_on_hang(text: str) -> tuple[OnHang, float | None]:

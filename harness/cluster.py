@@ -60,6 +60,9 @@ _FOREIGN = ("RAY_ADDRESS", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_NAMESPACE")
 _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
+_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""Where `ray start` notes the address of the cluster of a machine (2.60)."""
+
 _log = logging.getLogger("hangrig.ray")
 
 
@@ -212,7 +215,7 @@ class ExistingCluster:
     """A cluster that somebody else runs. ``stop`` only disconnects."""
 
     def __init__(self, address: str) -> None:
-        self.address = address
+        self.address = resolve_address(address)
 
     @property
     def guarded(self) -> None:
@@ -289,8 +292,25 @@ def _log_lines(data: Mapping[str, Any], **_: object) -> None:
         _log.info("%s: %s", data.get("pid"), line)
 
 
+def resolve_address(address: str) -> str:
+    """``auto`` → the cluster that this process or this machine belongs to: a Ray job's own, else the one that was
+    started last here. Anything else is returned as it is. Raises ClusterError."""
+    if address != "auto":
+        return address
+    named = os.environ.get("RAY_ADDRESS", "")
+    if named and "://" not in named and named != "auto":
+        return named
+    try:
+        return _CURRENT_CLUSTER.read_text().strip()
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray cluster runs on this machine (no RAY_ADDRESS, no {_CURRENT_CLUSTER}); give host:port of a head"
+        ) from error
+
+
 def check_address(address: str, timeout_s: float = _REACH_S) -> None:
     """Ray tries for minutes to connect to what is not there; this says it at once. Raises ClusterError."""
+    address = resolve_address(address)
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ClusterError(

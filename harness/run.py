@@ -221,8 +221,8 @@ def _simulation_note() -> str:
 
 def _absent(request: RunRequest) -> str | None:
     """Why the device is not there; None when it is."""
-    if request.device in ("sim", "cpu"):
-        return None
+    if request.device in ("sim", "cpu") or request.ray_address is not None:
+        return None  # devices of a cluster are on its nodes: Ray says whether there are enough
     count = gather_facts(request.device, 1).device_count
     if count:
         return None
