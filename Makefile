@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.hangrig-ready
-SCENARIOS := dp-retract dp-pinned-hang dp-pinned-latency dp-pinned-corruption dp-idle-burst
+SCENARIOS := dp-retract dp-pinned-hang dp-pinned-latency dp-pinned-corruption dp-pinned-gate dp-idle-burst
 SEED ?= 1
 ARGS ?=
 

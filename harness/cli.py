@@ -576,6 +576,70 @@ def litmus_command(
     raise typer.Exit(done.exit)
 
 
+@app.command("gate", epilog="Example: hangrig gate pinned runs/20261201T220000Z-dp-pinned-gate runs/*-litmus")
+@guarded
+def gate_command(
+    what: Annotated[str, typer.Argument(metavar="pinned", help="What the gate is for.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of hangrig run and hangrig litmus.")
+    ],
+    device: Annotated[
+        str | None, typer.Option("--device", callback=parse_device, help="npu or cuda; that of the evidence.")
+    ] = None,
+    wanted: Annotated[
+        list[str] | None,
+        typer.Option("--for", metavar="TEXT", help="One platform of several: cann=8.2.RC1, or a part of it."),
+    ] = None,
+    bound: Annotated[float, typer.Option(metavar="0.01", help="Hangs must be rarer than this.")] = 0.01,
+    confidence: Annotated[float, typer.Option(metavar="0.95", help="Of the bound; one-sided.")] = 0.95,
+    as_json: Json = False,
+) -> None:
+    """May pinned memory be enabled on this platform? 0 yes, 1 no, 3 not yet, with what is missing."""
+    if what != "pinned":
+        raise typer.BadParameter(f"{what!r} has no gate; allowed: pinned", param_hint="pinned")
+    from harness.gate.decision import decide
+    from harness.gate.evidence import read_evidence
+    from harness.gate.model import GateError, Wish
+    from harness.rates import trials_for
+    from reports import gate
+
+    try:
+        trials_for(bound, confidence)
+    except ValueError as error:
+        fail_usage(f"--bound {bound:g} --confidence {confidence:g}: {error}")
+    try:
+        evidence = gate.with_latency(read_evidence(runs))
+        decision = decide(evidence, Wish(bound, confidence, device, tuple(wanted or ())))
+    except GateError as error:
+        fail_usage(str(error))
+    leave(gate.document(decision), gate.render(decision), decision.exit, as_json)
+
+
+@app.command("plan", epilog="Example: hangrig plan --rate 0.01 --confidence 0.95")
+@guarded
+def plan_command(
+    rate: Annotated[float, typer.Option(metavar="0.01", help="The hang rate that is to be excluded.")] = 0.01,
+    confidence: Annotated[float, typer.Option(metavar="0.95", help="One-sided.")] = 0.95,
+    power: Annotated[
+        float | None, typer.Option(metavar="0.9", help="Gets there so probably at --true-rate; allows hangs.")
+    ] = None,
+    true_rate: Annotated[
+        float, typer.Option(metavar="0.001", help="The rate that is believed to be the true one.")
+    ] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """How many trials, with how many hangs among them at most, show that a hang is rarer than a rate."""
+    from harness.rates import plan_trials
+
+    if power is not None and not true_rate:
+        raise typer.BadParameter("needs --true-rate: how rare hangs are believed to be", param_hint="--power")
+    try:
+        found = plan_trials(rate, confidence, true_rate=true_rate, power=power or 0.0)
+    except ValueError as error:
+        fail_usage(str(error))
+    leave(found.to_json(), found.words(), 0, as_json)
+
+
 @app.command("compare", epilog="Example: hangrig compare runs/latest --by pinned")
 @guarded
 def compare_command(

@@ -8,7 +8,7 @@ a process, a workload and a machine's mood.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 from scipy import stats
@@ -68,6 +68,16 @@ def observation(k: int, n: int) -> Observation:
     return "always" if k == n else "sometimes"
 
 
+def percent(share: float) -> str:
+    """``0.1234`` as ``12.3 %``; whole numbers without a decimal; never 0 or 100 for what is not."""
+    figure = share * 100.0
+    if 0.0 < figure < 0.1:
+        return "<0.1 %"
+    if 99.9 < figure < 100.0:
+        return ">99.9 %"
+    return f"{figure:.1f}".removesuffix(".0") + " %"
+
+
 # --- how many trials ---------------------------------------------------------------------------------------
 
 
@@ -85,6 +95,20 @@ class BoundPlan:
     confidence: float
     true_rate: float
     power: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": 1, **asdict(self)}
+
+    def words(self) -> str:
+        hangs = {0: "without a hang", 1: "with at most 1 hang"}.get(
+            self.allowed, f"with at most {self.allowed} hangs"
+        )
+        rare, sure = percent(self.bound), percent(self.confidence)
+        return (
+            f"{self.trials} trials {hangs} show that hangs are rarer than {rare}, with {sure} confidence "
+            f"(one-sided, exact)\nat a true rate of {percent(self.true_rate)} so few hangs come with probability "
+            f"{percent(self.power)}; at {rare} or more with {percent(1.0 - self.confidence)} at the most"
+        )
 
 
 def trials_for(bound: float, confidence: float = CONFIDENCE, hangs: int = 0) -> int:
@@ -113,6 +137,7 @@ def plan_trials(
     With ``power`` 0 no hang is allowed. Raises ValueError as `trials_for` does, and where ``true_rate`` is not
     below ``bound``: no number of trials would show it.
     """
+    _within(bound=bound, confidence=confidence)
     if not 0.0 <= power < 1.0:
         raise ValueError(f"power must lie between 0 and 1, not {power}")
     if not 0.0 <= true_rate < bound:

@@ -17,7 +17,7 @@ from harness.arms import ArmPlan, expand, plan_arms
 from harness.cluster import ClusterError, check_address
 from harness.corpus import CorpusView, Wish, jobs, manifest, variants
 from harness.corpus import request as corpus_request
-from harness.environment import driver_readings
+from harness.environment import driver_readings, package_readings
 from harness.fault_model import Fault, load_file
 from harness.faults import ONLY_ON_SIM, FaultError
 from harness.judge import HISTORY, judge
@@ -142,6 +142,7 @@ def execute(
         "argv": list(request.argv),
         "seed": request.seed,
         "versions": versions(),
+        "engine_versions": _engine_versions([job.scenario for job, _ in planned]),
         "machine": machine_facts(),
         "drivers": _drivers() if not simulation else {},
         "device": request.device,
@@ -207,6 +208,16 @@ def _validate(job: Job, arms: Sequence[ArmPlan], request: RunRequest) -> None:
         raise BadRequest(f"{scenario.name}: {error}") from error
     if missing is not None:
         raise BadRequest(f"{scenario.name}: {missing}")
+
+
+def _engine_versions(scenarios: Sequence[Scenario]) -> dict[str, str] | None:
+    """torch and torch_npu of an engine that has an environment of its own; None where ``versions`` are the engine's
+    too, or where there are several."""
+    pythons = {scenario.target.python for scenario in scenarios}
+    if len(pythons) != 1 or not (python := pythons.pop()):
+        return None
+    found = package_readings(python, ("torch", "torch_npu"))
+    return {one.name: one.value for one in found if one.value is not None}
 
 
 def _drivers() -> dict[str, str]:

@@ -6,9 +6,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from harness import rates
 from harness.rates import Rate
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+
+
+percent = rates.percent
+"""Here too, since sinks find all their words here."""
 
 
 def clean(text: str) -> str:
@@ -19,16 +24,6 @@ def clean(text: str) -> str:
 def arm_name(arm: Mapping[str, Any]) -> str:
     """An arm as one string, its toggles sorted: ``pinned=pageable,symm_mem=off``."""
     return ",".join(f"{toggle}={arm[toggle]}" for toggle in sorted(arm)) or "default"
-
-
-def percent(share: float) -> str:
-    """``0.1234`` as ``12.3 %``; whole numbers without a decimal; never 0 or 100 for what is not."""
-    figure = share * 100.0
-    if 0.0 < figure < 0.1:
-        return "<0.1 %"
-    if 99.9 < figure < 100.0:
-        return ">99.9 %"
-    return f"{figure:.1f}".removesuffix(".0") + " %"
 
 
 def k_of_n(rate: Rate) -> str:

@@ -93,7 +93,20 @@ def stored(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "rerun", "list", "doctor", "report", "recheck", "bundle", "compare", "diagnose", "prune"],
+    [
+        "run",
+        "rerun",
+        "list",
+        "doctor",
+        "report",
+        "recheck",
+        "bundle",
+        "compare",
+        "diagnose",
+        "gate",
+        "plan",
+        "prune",
+    ],
 )
 def test_every_command_has_help_with_an_example(command: str) -> None:
     done = call(command, "--help")
@@ -113,6 +126,8 @@ def test_no_command_is_promised_that_does_not_work() -> None:
         "compare",
         "watch",
         "litmus",
+        "gate",
+        "plan",
         "bundle",
         "diagnose",
         "corpus",
