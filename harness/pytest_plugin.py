@@ -144,10 +144,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def hang_trial(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HangTrial:
     """Runs scenarios and returns a `HangOutcome`. Runs are stored under ``--hangrig-out``, else under pytest's
     own temporary directory. The marker's ``scenario`` is run where none is given."""
-    kept: Path | None = request.config.getoption("--hangrig-out")
     marker = request.node.get_closest_marker("hang")
     named = () if marker is None else _named(marker.kwargs.get("scenario"))
     timeout_s = float(RUN_S if marker is None else marker.kwargs.get("timeout", RUN_S))
+    return runner(request.config, tmp_path_factory, named, timeout_s)
+
+
+def runner(
+    config: pytest.Config,
+    tmp_path_factory: pytest.TempPathFactory,
+    named: Sequence[str] = (),
+    timeout_s: float = RUN_S,
+) -> HangTrial:
+    """What ``hang_trial`` gives a test, for fixtures that several tests share. ``named``: run where the call names
+    no scenario."""
+    kept: Path | None = config.getoption("--hangrig-out")
 
     def run(
         *scenarios: str | Path,

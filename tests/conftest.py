@@ -12,7 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from local_ranks import LocalRanks
 
-    from harness.pytest_plugin import HangOutcome, HangTrial
+    from harness.pytest_plugin import HangOutcome
 
 
 # Before anything imports torch, and for what tests start. The models here are tiny: a second thread only makes the
@@ -37,8 +37,10 @@ def ranks() -> Iterator[LocalRanks]:
 
 
 @pytest.fixture(scope="session")
-def pinned_run(hang_trial: HangTrial, tmp_path_factory: pytest.TempPathFactory) -> HangOutcome:
+def pinned_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HangOutcome:
     """Seed 1 of dp-pinned-hang, pageable and pinned, and of its healthy twin: one real run for several files."""
     from run_rig import run_pinned
 
-    return run_pinned(hang_trial, tmp_path_factory.mktemp("scenarios"))
+    from harness.pytest_plugin import runner
+
+    return run_pinned(runner(request.config, tmp_path_factory), tmp_path_factory.mktemp("scenarios"))
