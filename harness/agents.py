@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
+from harness import process_control
 from harness.agent_files import AgentTrial, Command, Status, WatchedRank
 from harness.agent_links import AgentOptions, CourierLink, Link, LocalLink
 from harness.cluster import Cluster, nodes
@@ -103,6 +104,13 @@ class Agents:
     def pid_on(self, node: str) -> int:
         """The agent's process there, which ranks may allow to trace them."""
         return self._stations[node].link.agent.pid
+
+    def broken(self) -> str | None:
+        """Why this node is not watched any more; None while it is."""
+        station = self._stations.get(self._local)
+        if station is None or process_control.alive(station.link.agent):
+            return None
+        return f"the agent of {station.node} is gone"
 
     # A trial ---------------------------------------------------------------------------------------------
 

@@ -30,7 +30,9 @@ from typing import Any, Protocol
 
 import ray
 
+from harness import process_control
 from harness.guarded import GuardedCluster
+from harness.machine import read_first_line
 from harness.process_control import ProcessId
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -63,6 +65,7 @@ _TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where `ray start` notes the address of the cluster of a machine (2.60)."""
 
+_DAEMONS = ("raylet", "gcs_server")
 _log = logging.getLogger("hangrig.ray")
 
 
@@ -105,6 +108,9 @@ class Cluster(Protocol):
 
     def start(self, timeout_s: float) -> None: ...
 
+    def broken(self) -> str | None:
+        """Why ranks cannot be started on it any more; None while they can. Answers within seconds."""
+
     def stop(self, deadline_s: float) -> list[ProcessId]: ...
 
 
@@ -133,6 +139,8 @@ class LocalCluster:
         """Made by ``start``, removed by ``stop``."""
         self.address = ""
         """host:port, empty before ``start``."""
+        self._daemons: dict[ProcessId, str] = {}
+        """Without one of these nothing works."""
 
     @property
     def guarded(self) -> GuardedCluster:
@@ -168,6 +176,8 @@ class LocalCluster:
                 raise ClusterError(f"Ray did not start (status {status}): {_tail(log)}")
             self.address = (self.folder / "ray_current_cluster").read_text().strip()
             _connect(self.address, {})
+            names = {p: read_first_line(Path(f"/proc/{p.pid}/comm")) for p in self.processes()}
+            self._daemons = {process: name for process, name in names.items() if name in _DAEMONS}
         except subprocess.TimeoutExpired as error:
             raise self._failed(
                 f"Ray was not up after {timeout_s:g} s: {_tail(log)}; give it more time or free this machine"
@@ -177,6 +187,10 @@ class LocalCluster:
         except BaseException:  # Ctrl-C in the middle of a start must leave nothing either
             self.stop(_SHUTDOWN_S)
             raise
+
+    def broken(self) -> str | None:
+        gone = [name for process, name in self._daemons.items() if not process_control.alive(process)]
+        return f"Ray's {' and '.join(gone)} ended" if gone else None
 
     def processes(self) -> list[ProcessId]:
         """Every living process of the cluster: Ray's, the ranks, and what they started."""
@@ -216,6 +230,7 @@ class ExistingCluster:
 
     def __init__(self, address: str) -> None:
         self.address = resolve_address(address)
+        self._nodes: frozenset[str] = frozenset()
 
     @property
     def guarded(self) -> None:
@@ -229,6 +244,15 @@ class ExistingCluster:
         """Connects. The packages of this project travel to its nodes. Raises ClusterError."""
         _reach(self.address, timeout_s)
         _connect(self.address, {"py_modules": [str(CHECKOUT / name) for name in PACKAGES]})
+        self._nodes = frozenset(node.id for node in nodes())
+
+    def broken(self) -> str | None:
+        try:
+            check_address(self.address)
+        except ClusterError as error:
+            return str(error)
+        lost = self._nodes - {node.id for node in nodes()}
+        return f"{len(lost)} of {len(self._nodes)} nodes are gone" if lost else None
 
     def stop(self, deadline_s: float) -> list[ProcessId]:
         disconnect(deadline_s)

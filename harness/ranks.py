@@ -70,6 +70,8 @@ class Ranks:
         self.discard(_END_S)
         self._scratch.mkdir(parents=True, exist_ok=True)
         there = nodes()
+        if not there:
+            raise ClusterError("no node of the cluster is alive")
         pool = RankPool(
             self._cluster,
             self._options(target.needs(spec), spec, there),
@@ -116,6 +118,10 @@ class Ranks:
             patience=self._patience,
             engine_env=spec.target.get("env", {}),
         )
+
+    def broken(self) -> str | None:
+        """Why no ranks can be started here any more; None while they can."""
+        return self._cluster.broken() or self._agents.broken()
 
     def discard(self, deadline_s: float) -> list[ProcessId]:
         """Ends the ranks, hung or stopped ones too. Returns what would not die."""

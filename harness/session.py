@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ray.exceptions import RayError
+
 from harness.agent_links import AgentOptions
 from harness.agents import Agents
 from harness.arms import TrialPlan
@@ -34,6 +36,7 @@ from harness.live import LiveView
 from harness.process_control import ProcessId
 from harness.rank_environment import Patience, RankEnvironment, environment_record
 from harness.ranks import Ranks
+from harness.renewal import LostGroundError, renewable
 from harness.request import RunRequest
 from harness.scenario_model import Scenario
 from harness.store import RunStore, TrialStore, safe_name, write_json
@@ -125,7 +128,8 @@ class Session:
         world = max(job.scenario.target.ranks for job in jobs)
         compared = [_compared(job) for job in jobs]
         left_out: list[str] = []
-        with self.interrupts.held(), self._up(world, view) as (agents, ranks):
+        standing = renewable(lambda: self._up(world, view), lambda up: up[1].broken(), view.line)
+        with self.interrupts.held(), standing as whole:
             for trials in rounds([job.trials for job in jobs], self.request.time_budget_s):
                 full = bool(left_out)  # a later round would give some arms two trials more than others
                 for place, plan in trials:
@@ -136,7 +140,14 @@ class Session:
                         left_out.append(plan.id)
                         continue
                     scenario, started_s = jobs[place].scenario, time.monotonic()
-                    self._trial(scenario, plan, agents, ranks, view, compared=plan.seed in compared[place])
+                    begun = False
+                    while not begun:
+                        agents, ranks = whole()
+                        with contextlib.suppress(LostGroundError):  # raised so often, ``whole`` gives up
+                            self._trial(
+                                scenario, plan, agents, ranks, view, compared=plan.seed in compared[place]
+                            )
+                            begun = True
                     budget.took(plan, time.monotonic() - started_s)
         if left_out:
             view.line(f"the time budget is used up: {len(left_out)} of {total} planned trials were not run")
@@ -157,6 +168,7 @@ class Session:
             cluster = ExistingCluster(address)
             scratch = Path(tempfile.mkdtemp(prefix="hg-ranks-"))
         agents = Agents(self._agent_options())
+        self.interrupts.ending = False
         left: list[ProcessId] = []
         # Last in, first out; what one of them raises does not keep the others from being ended. The agents go
         # last but one: should the driver die in here, they end the rest.
@@ -221,12 +233,14 @@ class Session:
         store = self.store.trial(plan.id)
         reference = reference_path(self.store.path, scenario.name, plan.seed)
         facts: dict[str, Any]
+        begun = False
         try:
             processes = self._ensure(scenario, plan, ranks)
             if compared and reference not in self._references:
                 self._reference(scenario, plan, reference, agents, ranks, view)
                 processes = () if self.interrupts.count else self._ensure(scenario, plan, ranks)
             if processes:
+                begun = True
                 self._record_environment(scenario, plan, store, ranks, view)
                 ended = self._drive(scenario, plan, store, agents, ranks, processes, view)
                 facts = history(ended, processes, ranks.target.others())
@@ -237,9 +251,13 @@ class Session:
             else:  # nobody waits for more ranks who interrupts a reference
                 ended, facts = NEVER_BEGAN, {}
                 view.never_began(_title(plan))
-        except (ClusterError, TargetError) as error:
+        except (ClusterError, TargetError, RayError) as error:
+            if not begun and not self.interrupts.count and (why := ranks.broken()) is not None:
+                ranks.discard(_END_S)
+                raise LostGroundError(f"{why}: {error}") from error
             ended = NEVER_BEGAN
-            facts = {"unknown": f"the ranks could not be started: {error}"}
+            lost = "the ranks were lost" if begun else "the ranks could not be started"
+            facts = {"unknown": f"{lost}: {error}"}
             view.never_began(_title(plan))
         if self._dirty is not None:
             facts["unknown"] = self._dirty
@@ -329,7 +347,11 @@ class Session:
             return
         failed = "; ".join(text.splitlines()[-1] for text in ended.progress.failed.values())
         why = ended.reason or failed or "it hung"
-        write_json(path, {"why": f"the reference did not finish: {why}"})
+        if ranks.broken() is None:
+            write_json(path, {"why": f"the reference did not finish: {why}"})
+        else:  # it says nothing about the requests: the next trial of this seed tries it again
+            self._references.discard(path)
+            shutil.rmtree(folder)
         ranks.discard(_END_S)
         view.end(f"did not finish: {why}")
 

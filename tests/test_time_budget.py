@@ -43,6 +43,13 @@ SCENARIOS = ("dp-pinned-hang", "dp-idle-burst")
 scenario = functools.cache(lambda name: load(find_scenario(name)))
 
 
+class Whole:
+    """Ranks on a cluster that works."""
+
+    def broken(self) -> None:
+        return None
+
+
 def planned(names: Sequence[str] = ("dp-retract",), trials: int = 5) -> list[tuple[TrialPlan, ...]]:
     return [expand(scenario(name), "sim", trials) for name in names]
 
@@ -103,8 +110,8 @@ def drive(
     clock, ran = Clock(), []
 
     @contextmanager
-    def nothing_up(session: Session, world: int, view: LiveView) -> Iterator[tuple[None, None]]:
-        yield None, None
+    def nothing_up(session: Session, world: int, view: LiveView) -> Iterator[tuple[None, Whole]]:
+        yield None, Whole()
 
     def trial(self: Session, scenario: Any, plan: TrialPlan, *_: object, **__: object) -> None:
         ran.append(plan)
