@@ -30,8 +30,7 @@ COMPARED: Document = {
 
 def trial(pinned: str, seed: int, outcome: str = "healthy", **changes: Any) -> Trial:
     fields: dict[str, Any] = {
-        "id": f"{pinned}-{seed}", "run": "runs/a", "pool": POOL, "others": "graph=on", "pressed": True,
-        "tokens_compared": 750,
+        "id": f"{pinned}-{seed}", "run": "runs/a", "pool": POOL, "others": "graph=on", "tokens_compared": 750,
     }  # fmt: skip
     return Trial(pinned=pinned, seed=seed, outcome=outcome, **{**fields, **changes})
 

@@ -224,6 +224,37 @@ def test_what_does_not_count_says_why(
     assert {one["pinned"]: one["left_out"] for one in found["arms"]}["pinned"] == left_out
 
 
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(("second", "counts"), [("npu:0", False), ("npu:1", True), ("npu", True)])
+def test_ranks_that_share_a_device_tell_nothing_of_its_collectives(
+    tmp_path: Path, second: str, counts: bool
+) -> None:
+    made = stored_run(tmp_path, Arms(1))
+    for path in made.glob("trials/*/trial.json"):
+        edit(
+            path, ranks=[{"rank": at, "node": "a", "device": one} for at, one in enumerate(("npu:0", second))]
+        )
+    assert [trial.counts for trial in read(made).trials] == [counts, counts]
+
+
+def test_two_litmus_ranks_on_one_device_had_no_power_over_its_collectives(tmp_path: Path) -> None:
+    folder = stored_litmus(tmp_path, platform={**NPU, "shared": True})
+    document = json.loads((folder / "litmus.json").read_text())
+    families = {"group-ordered": "groups"}
+    edit(
+        folder / "litmus.json",
+        tests=[{**row, "family": families.get(row["name"], "copies")} for row in document["tests"]],
+    )
+    found = answer(stored_run(tmp_path, Arms(9)), folder, *NINE)
+    assert found["answer"] == "not yet"
+    assert found["missing"][0]["what"] == (
+        "litmus tests: group-ordered: two ranks shared a device, and gloo is not its collectives"
+    )
+
+
 def test_trials_without_a_document_are_told(tmp_path: Path) -> None:
     made = stored_run(tmp_path, Arms(3))
     next(iter(sorted(made.glob("trials/*/trial.json")))).write_text("{")
@@ -234,10 +265,8 @@ def test_trials_without_a_document_are_told(tmp_path: Path) -> None:
 
 def test_the_reference_itself_is_compared_with_nobody(tmp_path: Path) -> None:
     made = stored_run(tmp_path, Arms(2))
-    path = next(iter(sorted(made.glob("trials/*/trial.json"))))
-    document = json.loads(path.read_text())
-    document["checks"] = [{"name": "tokens", "verdict": "skipped", "reason": "the first of its seed"}]
-    path.write_text(json.dumps(document))
+    first = min(made.glob("trials/*/trial.json"))
+    edit(first, checks=[{"name": "tokens", "verdict": "skipped", "reason": "the first of its seed"}])
     assert sorted(one.tokens_compared for one in read(made).trials) == [0, 480, 480, 480]
 
 

@@ -67,7 +67,7 @@ def arm_counts(trials: Sequence[Trial]) -> tuple[ArmCount, ...]:
 def _left_out(trial: Trial) -> str:
     if trial.spoiled:
         return trial.spoiled
-    return trial.outcome if not trial.known else "too few retractions, or none required"
+    return trial.weak if trial.known else trial.outcome
 
 
 # --- two arms ----------------------------------------------------------------------------------------------

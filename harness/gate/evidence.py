@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.arms import arm_string
-from harness.gate.model import Evidence, GateError, LitmusTest, Pool, Trial
+from harness.gate.model import SHARED, Evidence, GateError, LitmusTest, Pool, Trial
 from harness.run_list import COMPARED_TABLES
 from harness.scenario import scenario_files
 from harness.store import StoredRun, StoredTrial, StoreError, read_run
@@ -64,7 +64,7 @@ def read_litmus(path: Path) -> Evidence:
         # In doubt it is one: a simulation opens no gate.
         simulation=device == "sim" or document.get("simulation") is not False,
         facts=facts,
-        tests=tuple(_test(row) for row in _rows(document, "tests")),
+        tests=tuple(_test(row, shared=said.get("shared") is True) for row in _rows(document, "tests")),
     )
 
 
@@ -80,17 +80,21 @@ def _document(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _test(row: Mapping[str, Any]) -> LitmusTest:
+def _test(row: Mapping[str, Any], *, shared: bool) -> LitmusTest:
+    """``shared``: two ranks had one device, so gloo carried the collectives. What it does not show says nothing."""
     observed = row.get("observed")
     counts = observed if isinstance(observed, dict) else {}
+    blind = shared and row.get("family") == "groups"
     return LitmusTest(
         name=str(row.get("name", "?")),
         forbidden=row.get("forbidden") is True,
         k=_count(counts.get("k")),
         n=_count(counts.get("n")),
-        power=row.get("power") is True,
+        power=row.get("power") is True and not blind,
         verdict=str(row.get("verdict", "unknown")),
-        why=str(row.get("why", "")),
+        why="two ranks shared a device, and gloo is not its collectives"
+        if blind
+        else str(row.get("why", "")),
     )
 
 
@@ -237,7 +241,7 @@ def _trial(
         pool = replace(pool, definition=f"{pool.definition} {defect}")
     seed = document.get("seed")
     checks = {row.get("name"): row.get("verdict") for row in _rows(document, "checks")}
-    required = _count(_table(table, "require").get("retractions"))
+    pressed = checks.get("pressure") == "pass" and _count(_table(table, "require").get("retractions")) > 0
     diagnosis = stored.diagnosis or {}
     compared = _count(document.get("tokens_compared"))
     if checks.get("tokens") == "skipped":  # it was the first of its seed: the others are held against it
@@ -250,18 +254,28 @@ def _trial(
         others=arm_string({name: value for name, value in resolved.items() if name != "pinned"}),
         seed=seed if isinstance(seed, int) else None,
         outcome=str(document.get("outcome", "unknown")),
-        pressed=checks.get("pressure") == "pass" and required > 0,
+        weak=SHARED if _shared(document) else "" if pressed else "too few retractions, or none required",
         tokens_differ=_count(document.get("tokens_differ")),
         tokens_compared=compared,
         signature=str(diagnosis.get("signature", "")),
-        spoiled="a rerun: it was chosen by what it had done before" if again else _spoiled(table, resolved),
+        spoiled="a rerun: it was chosen by what it had done before" if again else _spoiled(document, table),
     )
 
 
-def _spoiled(table: Mapping[str, Any], resolved: Mapping[str, str]) -> str:
-    if table.get("faults") and resolved.get("fault") != "off":
+def _spoiled(trial: Mapping[str, Any], scenario: Mapping[str, Any]) -> str:
+    fault = _table(_table(trial, "resolved"), "fault").get("resolved")
+    if scenario.get("faults") and fault != "off":
         return "its scenario breaks the engine on purpose"
     return ""
+
+
+def _shared(trial: Mapping[str, Any]) -> bool:
+    places = [
+        (rank.get("node"), device)
+        for rank in _rows(trial, "ranks")
+        if re.fullmatch(r"(npu|cuda):\d+", device := str(rank.get("device")))
+    ]
+    return len(set(places)) < len(places)
 
 
 def _table(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:

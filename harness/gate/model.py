@@ -16,6 +16,8 @@ Document: TypeAlias = Mapping[str, Any]
 PAGEABLE, PINNED, SYNC, SNAPSHOT = "pageable", "pinned", "pinned_sync", "pinned_snapshot"
 PINNING = (PINNED, SYNC, SNAPSHOT)
 """The values of the toggle ``pinned`` that pin."""
+SHARED = "its ranks shared a device, so gloo carried their collectives and no graph was captured"
+"""Why a trial is weak evidence, and its latencies none."""
 STATUS: Mapping[Answer, int] = {"yes": 0, "no": 1, "not yet": 3}
 
 
@@ -57,8 +59,8 @@ class Trial:
     """The other toggles as resolved, as one string."""
     seed: int | None
     outcome: str
-    pressed: bool
-    """The scenario requires retractions, and this trial had them."""
+    weak: str = ""
+    """Why it says nothing that it did not hang; empty where it does."""
     tokens_differ: int = 0
     """Requests whose output differs from the reference of the seed."""
     tokens_compared: int = 0
@@ -84,7 +86,7 @@ class Trial:
     @property
     def counts(self) -> bool:
         """It says something about a bound: a hang always does, its absence only under pressure."""
-        return self.known and (self.hung or self.pressed)
+        return self.known and (self.hung or not self.weak)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,19 @@ from typing import Any
 
 from harness.gate import commands
 from harness.gate.counting import counted, in_pools, pairs, token_comparison
-from harness.gate.model import PAGEABLE, PINNED, PINNING, Document, Lack, LitmusTest, Need, Pool, Trial, Wish
+from harness.gate.model import (
+    PAGEABLE,
+    PINNED,
+    PINNING,
+    SHARED,
+    Document,
+    Lack,
+    LitmusTest,
+    Need,
+    Pool,
+    Trial,
+    Wish,
+)
 from harness.gate.platforms import Chosen, unrecorded
 from harness.litmus.rules import MODEL_OF_DEVICE, RULES
 from harness.rates import at_least, at_most, percent, trials_for
@@ -260,7 +272,8 @@ def latency(seen: Seen) -> Need:
     runs = {trial.run for trial in seen.trials if pool is not None and trial.pool.key == pool.key}
     best: dict[str, Document] = {}
     source = None
-    for one in sorted(seen.chosen.counted, key=lambda one: (one.path not in runs, one.path)):
+    usable = [one for one in seen.chosen.counted if not any(trial.weak == SHARED for trial in one.trials)]
+    for one in sorted(usable, key=lambda one: (one.path not in runs, one.path)):
         rows = ratios(one.latency or {})
         if len(rows) > len(best):
             best, source = rows, one.path

@@ -118,12 +118,12 @@ def same(name: str, one: str, other: str, *, family: bool = False) -> bool:
     """Whether two records of a fact can be of one platform.
 
     A package's version has its build's label (+cpu, +cu128) in some records and not in others. ``family``: the
-    records come from different tools, and npu-smi names a family where torch_npu names the chip (Ascend910,
-    Ascend910_9392).
+    records come from different tools. npu-smi names a family where torch_npu names the chip (Ascend910,
+    Ascend910_9392), and a run reads CANN's version from its files where a litmus result asks torch_npu.
     """
     if one == other:
         return True
-    if name == "device_name":
+    if name == "device_name" or (family and name == "cann"):
         short, long = sorted((_plain(one), _plain(other)), key=len)
         return family and short != "" and short in long
     return one.partition("+")[0] == other.partition("+")[0] and ("+" in one) != ("+" in other)
