@@ -34,6 +34,7 @@ DeviceKind: TypeAlias = Literal["sim", "cpu", "cuda", "npu"]
 _SIM_CPUS = 0.01
 """A rank of the simulation reserves next to nothing: how many fit is the user's affair."""
 _RESERVE_S = 30.0
+_ASCEND_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 _RESERVED: Mapping[str, Mapping[str, float]] = {
     "sim": {"CPU": _SIM_CPUS},
     "cpu": {"CPU": _SIM_CPUS},
@@ -44,6 +45,11 @@ _RESERVED: Mapping[str, Mapping[str, float]] = {
 
 class RankHost:
     """What runs in the worker: the caller's object, behind a constructor that cannot fail."""
+
+    def __init__(self) -> None:
+        seen = os.environ.get(_ASCEND_VISIBLE)
+        if seen is not None:  # before anything of CANN is loaded
+            os.environ[_ASCEND_VISIBLE] = ascending(seen)
 
     def identity(self) -> dict[str, Any]:
         """Known before the caller's class is even imported, so that a constructor that hangs has a pid."""
@@ -399,6 +405,13 @@ def why(error: BaseException) -> str:
         return str(error).strip()
     text = getattr(error, "error_msg", None) or str(error)
     return f"{type(error).__name__}: {' '.join(str(text).split())}"
+
+
+def ascending(visible: str) -> str:
+    """A list of devices as CANN takes it: logic ids that ascend, with commas (PLATFORMS.md). Ray names them in the
+    order in which they became free. What is no list of numbers is left as it is."""
+    parts = visible.split(",")
+    return ",".join(sorted(parts, key=int)) if all(part.isdecimal() for part in parts) else visible
 
 
 def _natural(text: str) -> tuple[int, str]:
