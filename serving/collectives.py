@@ -1,66 +1,56 @@
-"""One group's collectives: on device tensors and between hosts, where each one runs, and what the ledger has of it.
+"""One group's collectives on device tensors: where each one runs, and what the ledger has of it.
 
 Outside graphs a collective runs on the ``comm`` stream between two events; inside a capture it becomes part of the
-graph on ``compute``, and a replay advances the group by the number of collectives it captured. Those between hosts
-block the host.
+graph on ``compute``, and a replay advances the group by the number of collectives it captured. What moves the data
+is a carrier (``carriers.py``).
 
-Where gloo carries the data, the ranks first agree on the board what they bring: NCCL and HCCL wait for ever on a
-mismatch, gloo would end the process. The agreement of each step goes without: it is in every step's path, and
-what it brings never changes.
+On a real accelerator the host enqueues a collective and goes on; when the stream comes to it and has passed it the
+device tells. A *staged* one it carries out itself, between two copies.
 
-Not here: which groups a rank has (``comm.py``), what is gathered and why (``dp_attention.py``), the heap itself
-(``symmetric.py``).
+Not here: collectives between hosts (``host_collectives.py``), which groups a rank has (``comm.py``), what is
+gathered and why (``dp_attention.py``), the heap itself (``symmetric.py``).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from harness import faults
-from harness.devices.base import Device, Graph
+from harness.devices.base import Device, Graph, Stream
 from harness.ledger import LedgerWriter
-from serving.board import Board, BoardTimeout, fitted
-from serving.groups import Topology, all_gather, reduce_scatter
-from serving.symmetric import GROWTH_BYTES, SymmetricHeap
+from serving.carriers import Alone, Data, GroupData, Heap
+from serving.host_collectives import CommError, CommOptions, HostGroup
+from serving.symmetric import SymmetricHeap
 
-T = TypeVar("T")
-Reduction = Literal["min", "max", "sum"]
-_REDUCTIONS = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
+__all__ = ["CommError", "CommOptions", "Group"]
 
-
-class CommError(RuntimeError):
-    """A collective did not complete: a peer is missing or brought something else."""
+Move = Callable[[torch.Tensor, torch.Tensor], None]
+"""Carries the data: what the result goes into, and what this rank brings (the same tensor for an all-reduce)."""
 
 
 @dataclass(frozen=True, slots=True)
-class CommOptions:
-    """``shared`` is a directory in shared memory that all ranks see, empty when the ranks start."""
+class _Collective:
+    """One collective as it is carried out. ``sequence`` 0: in a graph. ``stall``: see ``Stream.stall``."""
 
-    rank: int
-    world: int
-    shared: Path
-    timeout_s: float
-    dp: int | None = None
-    """Attention groups; None: every rank is one."""
-    symmetric: bool = False
-    symm_growth_bytes: int = GROWTH_BYTES
-    agree_first: bool = True
-    """Post the header of each collective on the board before gloo moves data. Off for nccl and hccl."""
-
-    @property
-    def topology(self) -> Topology:
-        return Topology(self.rank, self.world, self.dp or self.world)
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    move: Callable[[], None]
+    sequence: int = 0
+    stall: Callable[[float | None], None] | None = None
 
 
-class Group:
+def _nothing() -> None:
+    """A place on a stream, to be told when it is passed."""
+
+
+class Group(HostGroup):
     """One named group. Device collectives return at once; those that end in ``_host`` block the host.
 
     ``member`` is this rank's place in ``ranks``.
@@ -81,32 +71,19 @@ class Group:
     ) -> None:
         """``other`` gives this rank's group of another name; ``registration``: that of the symmetric heap which
         carries this group's data."""
-        self.name = name
-        self._other = other
-        self.ranks = ranks
-        self.member = ranks.index(options.rank)
-        self.size = len(ranks)
-        self.count = 0
-        """Collectives that this rank has enqueued or entered, those of replayed graphs too."""
-        self._options = options
+        super().__init__(name, ranks, options, ledger, process_group, token, closed, other)
         self._device = device
-        self._ledger = ledger
-        self._handle = ledger.group(name, ranks) if ledger is not None else 0
-        self._process_group = process_group
         self._captured: dict[str, int] = {}
         self._captured_now = 0
-        self._posted = 0
-        self._closed = closed
-        self._heap: SymmetricHeap | None = None
+        self._heap: Heap | None = None
+        self._data: Data = Alone()
         self._room_bytes = 0
-        self._board: Board | None = None
         if self.size == 1:
             return
-        files = f"{token}-{name}-{ranks[0]}"
         if registration is not None:
             self._heap = SymmetricHeap(
                 options.shared,
-                name=files,
+                name=self.files,
                 member=self.member,
                 size=self.size,
                 timeout_s=options.timeout_s,
@@ -114,147 +91,33 @@ class Group:
                 carry=registration.register,
                 growth_bytes=options.symm_growth_bytes,
             )
-        if options.agree_first and name != "agree":
-            self._board = Board(options.shared / f"{files}.board", member=self.member, size=self.size)
+            self._data = self._heap
+        elif process_group is not None:
+            self._data = GroupData(process_group)
 
     # Collectives on device tensors -------------------------------------------------------------------------
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """``out`` (size * t, ...) becomes the ranks' ``part`` (t, ...) in rank order."""
-        heap, group = self._heap, self._process_group
-
-        def move(part: torch.Tensor) -> None:
-            if heap is not None:
-                heap.all_gather(out, part)
-            elif group is None:
-                out.copy_(part)
-            else:
-                all_gather(out, part, group)
-
-        self._enqueue("all_gather", part, move)
+        self._enqueue("all_gather", part, self._data.all_gather, out)
 
     def reduce_scatter(self, out: torch.Tensor, whole: torch.Tensor) -> None:
         """``out`` (t, ...) becomes this rank's share of the sum over ranks of ``whole`` (size * t, ...)."""
-        heap, group = self._heap, self._process_group
-
-        def move(whole: torch.Tensor) -> None:
-            if heap is not None:
-                heap.reduce_scatter(out, whole)
-            elif group is None:
-                out.copy_(whole)
-            else:
-                reduce_scatter(out, whole, group)
-
-        self._enqueue("reduce_scatter", whole, move)
+        self._enqueue("reduce_scatter", whole, self._data.reduce_scatter, out)
 
     def all_reduce(self, tensor: torch.Tensor, *, join: bool = True) -> None:
         """In place: the sum over ranks. Without ``join`` compute goes on at once, and only what follows on ``comm``
         may use the result."""
-        heap, group = self._heap, self._process_group
+        self._enqueue("all_reduce", tensor, self._reduced, None, join)
 
-        def move(tensor: torch.Tensor) -> None:
-            if heap is not None:
-                heap.all_reduce(tensor)
-            elif group is not None:
-                dist.all_reduce(tensor, group=group)
+    def _reduced(self, into: torch.Tensor, brought: torch.Tensor) -> None:
+        self._data.all_reduce(into)
 
-        self._enqueue("all_reduce", tensor, move, join)
-
-    # The control plane -------------------------------------------------------------------------------------
-
-    def all_gather_host(self, values: Sequence[int]) -> list[list[int]]:
-        """Each member's int64 ``values`` (equally many), in member order. Blocks the host until all came."""
-        if faults.ACTIVE is not None:
-            passing = self._visit_host(faults.ACTIVE, "all_gather", values)
-            values = passing["values"]
-            if passing.skipped:
-                return [list(values)] * self.size
-        mine, group = torch.tensor(list(values), dtype=torch.int64), self._process_group
-
-        def move() -> list[list[int]]:
-            if group is None:
-                return [mine.tolist()]
-            out = torch.empty(self.size * len(values), dtype=torch.int64)
-            all_gather(out, mine, group)
-            rows: list[list[int]] = out.view(self.size, len(values)).tolist()
-            return rows
-
-        return self._on_host("all_gather", len(values), move)
-
-    def all_reduce_host(self, values: Sequence[int], op: Reduction) -> list[int]:
-        """Least, largest or sum of the members' int64 ``values`` (equally many), one by one."""
-        if faults.ACTIVE is not None:
-            passing = self._visit_host(faults.ACTIVE, "all_reduce", values)
-            values = passing["values"]
-            if passing.skipped:
-                return list(values)
-            if passing["group"] != self.name:
-                return self._other(passing["group"]).all_reduce_host(values, op)
-        mine, group = torch.tensor(list(values), dtype=torch.int64), self._process_group
-
-        def move() -> list[int]:
-            if group is not None:
-                dist.all_reduce(mine, op=_REDUCTIONS[op], group=group)
-            reduced: list[int] = mine.tolist()
-            return reduced
-
-        return self._on_host("all_reduce", len(values), move)
-
-    def broadcast_host(self, values: Sequence[int], root: int) -> list[int]:
-        """The int64 values of member ``root``; all members give equally many. The operation in the ledger names
-        the root, so that two roots are two operations."""
-        if faults.ACTIVE is not None:
-            passing = self._visit_host(faults.ACTIVE, "broadcast", values, root)
-            values, root = passing["values"], passing["root"]
-            if passing.skipped:
-                return list(values)
-            if passing["group"] != self.name:
-                return self._other(passing["group"]).broadcast_host(values, root)
-        mine, group = torch.tensor(list(values), dtype=torch.int64), self._process_group
-
-        def move() -> list[int]:
-            if group is not None:
-                dist.broadcast(mine, src=self.ranks[root], group=group)
-            told: list[int] = mine.tolist()
-            return told
-
-        return self._on_host(f"broadcast from {root}", len(values), move)
-
-    def barrier_host(self) -> None:
-        """Returns when all members came."""
-        if faults.ACTIVE is not None and self._visit_host(faults.ACTIVE, "barrier", ()).skipped:
-            return
-        group = self._process_group
-
-        def move() -> None:
-            if group is not None:
-                dist.barrier(group=group)
-
-        self._on_host("barrier", 0, move)
-
-    def _visit_host(
-        self, active: faults.Active, operation: str, values: Sequence[int], root: int | None = None
-    ) -> faults.Passing:
-        return active.visit("comm.host", group=self.name, operation=operation, values=list(values), root=root)
-
-    def _on_host(self, operation: str, count: int, move: Callable[[], T]) -> T:
-        """Carries a collective out on the calling thread, with what belongs to every one."""
-        if faults.ACTIVE is not None:
-            faults.ACTIVE.visit(
-                "comm.before", group=self.name, operation=operation, sequence=self.count + 1, heap=None
-            )
-        self.count += 1
-        ledger = self._ledger
-        sequence = (
-            0 if ledger is None else ledger.collective_enter(self._handle, operation, (count,), "int64")
-        )
-        if self._board is not None:
-            self._agree_on_header(self._board, f"{operation} int64 {(count,)}")
-        found = move()
-        self._ledger_complete(sequence)
-        if faults.ACTIVE is not None:
-            faults.ACTIVE.visit("comm.after", group=self.name, operation=operation, sequence=sequence)
-        return found
+    def connect(self) -> None:
+        """Makes the communicator of a carrier that makes it at the first collective: one number, summed up, and
+        waited for. Host thread, all members."""
+        self._put("connect", self._device.empty((1,), torch.int32), self._reduced, None)
+        self._device.comm.synchronize(self._options.timeout_s)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether the host has made room for collectives of ``nbytes``; always without a symmetric heap."""
@@ -278,18 +141,22 @@ class Group:
         shape, sequence = (nbytes,), 0
         if self._ledger is not None:
             sequence = self._ledger.collective_enter(self._handle, "register", shape, "uint8")
-        self._carry("register", shape, "uint8", exchange, sequence)
+        self._carry(_Collective("register", shape, "uint8", exchange, sequence))
         self._ledger_complete(sequence)
 
     # How a collective runs ---------------------------------------------------------------------------------
 
     def _enqueue(
-        self, operation: str, tensor: torch.Tensor, move: Callable[[torch.Tensor], None], join: bool = True
+        self,
+        operation: str,
+        tensor: torch.Tensor,
+        move: Move,
+        out: torch.Tensor | None,
+        join: bool = True,
     ) -> None:
-        """``move`` carries the data of the tensor that it is given, which is ``tensor`` unless a fault has it
-        otherwise."""
+        """``move`` carries ``tensor``, unless a fault has it otherwise, into ``out`` (None: in place)."""
         if faults.ACTIVE is None:
-            self._put(operation, tensor, partial(move, tensor), join)
+            self._put(operation, tensor, move, out, join)
             return
         stream = "compute" if self._device.capturing else "comm"
         passing = faults.ACTIVE.visit(
@@ -301,17 +168,17 @@ class Group:
             tensor=tensor,
             stream=stream,
             capturing=self._device.capturing,
-            enqueue=partial(self._put, operation, tensor, partial(move, tensor), join),
+            enqueue=partial(self._put, operation, tensor, move, out, join),
         )
         if not passing.skipped:
-            brought = passing["tensor"]
-            self._put(operation, brought, partial(move, brought), join, stream=passing["stream"])
+            self._put(operation, passing["tensor"], move, out, join, stream=passing["stream"])
 
     def _put(
         self,
         operation: str,
         tensor: torch.Tensor,
-        move: Callable[[], None],
+        move: Move,
+        out: torch.Tensor | None,
         join: bool = True,
         *,
         stream: str = "comm",
@@ -319,68 +186,86 @@ class Group:
         """Enqueues it on ``stream`` between two events, or captures it into the graph on ``compute``."""
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         label = f"{operation} {self.name}"
+        into = tensor if out is None else out
         if self._device.capturing:
-            self._captured_now += 1
-
-            def in_graph() -> None:
-                self._carry(operation, shape, dtype, move, 0)
-
-            self._device.compute.run(in_graph, label, opaque=True)
+            self._capture(_Collective(operation, shape, dtype, partial(move, into, tensor)), label)
             return
         sequence = self._ledger_enqueue(operation, shape, dtype)
-
-        def on_comm() -> None:
-            with self._device.collective():
-                self._carry(operation, shape, dtype, move, sequence)
-
         ready = self._device.event()
         carrier = getattr(self._device, stream)
         self._device.compute.record(ready)
         carrier.wait(ready)
-        carrier.run(
-            on_comm,
-            label,
-            opaque=True,
-            began=lambda: self._ledger_start(sequence),
-            done=lambda: self._ledger_complete(sequence),
-        )
+        if self._options.carrier.staged and self.size > 1:
+            self._stage(carrier, label, operation, tensor, move, out, sequence)
+        else:
+            what = _Collective(operation, shape, dtype, partial(move, into, tensor), sequence, carrier.stall)
+
+            def on_comm() -> None:
+                with self._device.collective():
+                    self._carry(what)
+
+            carrier.run(
+                on_comm,
+                label,
+                opaque=True,
+                began=lambda: self._ledger_start(sequence),
+                done=lambda: self._ledger_complete(sequence),
+            )
         if join:
             done = self._device.event()
             carrier.record(done)
             self._device.compute.wait(done)
 
-    def _carry(
-        self, operation: str, shape: tuple[int, ...], dtype: str, move: Callable[[], None], sequence: int
-    ) -> None:
-        """Runs on a stream: agree on what is brought, then move the data."""
-        if faults.ACTIVE is not None:
-            faults.ACTIVE.visit(
-                "comm.before", group=self.name, operation=operation, sequence=sequence, heap=self._heap
+    def _capture(self, what: _Collective, label: str) -> None:
+        if self._options.carrier.staged and self.size > 1:
+            raise CommError(
+                f"{label}: a graph cannot hold a collective that the host carries out; set graph = off, or give "
+                "each rank a device of its own"
             )
-        if self._board is not None:
-            self._agree_on_header(self._board, f"{operation} {dtype} {shape}")
-        move()
+        self._captured_now += 1
+        self._device.compute.run(lambda: self._carry(what), label, opaque=True)
+
+    def _stage(
+        self,
+        stream: Stream,
+        label: str,
+        operation: str,
+        tensor: torch.Tensor,
+        move: Move,
+        out: torch.Tensor | None,
+        sequence: int,
+    ) -> None:
+        """To the host, which waits for it, over gloo, and back onto the stream. Pinned memory throughout: a
+        pageable copy would wait in the driver, which has no deadline."""
+        device, into = self._device, tensor if out is None else out
+        brought = device.host_empty(tensor.shape, tensor.dtype, pinned=True)
+        taken = brought if out is None else device.host_empty(out.shape, out.dtype, pinned=True)
+        device.copy_d2h(brought, tensor, stream, f"{label} to host")
+        stream.run(_nothing, f"{label} on host", opaque=True, done=lambda: self._ledger_start(sequence))
+        arrived = device.event()
+        stream.record(arrived)
+        arrived.synchronize(self._options.timeout_s)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        data = partial(move, taken.tensor, brought.tensor)
+        self._carry(_Collective(operation, tuple(tensor.shape), dtype, data, sequence))
+        device.copy_h2d(into, taken, stream, f"{label} to device")
+        stream.run(_nothing, f"{label} done", opaque=True, done=lambda: self._ledger_complete(sequence))
+        for buffer in {id(buffer): buffer for buffer in (brought, taken)}.values():
+            device.host_free(buffer)
+
+    def _carry(self, what: _Collective) -> None:
+        """On a stream's thread, or on the host where the device enqueues: agree on what is brought, then move the
+        data."""
         if faults.ACTIVE is not None:
-            faults.ACTIVE.visit("comm.after", group=self.name, operation=operation, sequence=sequence)
+            faults.ACTIVE.visit("comm.before", stall=what.stall, heap=self._heap, **self._told(what))
+        if self._board is not None:
+            self._agree_on_header(self._board, f"{what.operation} {what.dtype} {what.shape}")
+        what.move()
+        if faults.ACTIVE is not None:
+            faults.ACTIVE.visit("comm.after", stall=what.stall, **self._told(what))
 
-    def _agree_on_header(self, board: Board, header: str) -> None:
-        mine = fitted(header)
-        timeout_s = self._options.timeout_s
-        self._posted += 1  # one thread at a time: a group carries either streams' or the host's collectives
-        try:
-            headers = board.gather(self._posted, mine, timeout_s=timeout_s, stop=self._closed)
-            if any(other != mine for other in headers):
-                self._wait_for_ever(timeout_s)
-                sides = ", ".join(h.rstrip(b"\0").decode(errors="replace") for h in headers)
-                raise CommError(f"group {self.name}: the ranks brought different collectives: {sides}")
-        except BoardTimeout as error:
-            raise CommError(f"group {self.name}: {header}: {error}") from error
-
-    def _wait_for_ever(self, timeout_s: float) -> None:
-        """What NCCL and HCCL do with a mismatch, up to the library's own timeout."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and not self._closed():
-            time.sleep(1e-3)
+    def _told(self, what: _Collective) -> dict[str, Any]:
+        return {"group": self.name, "operation": what.operation, "sequence": what.sequence}
 
     # Graphs ------------------------------------------------------------------------------------------------
 
@@ -404,24 +289,7 @@ class Group:
             done=lambda: ledger.collective_complete(handle, sequence),
         )
 
-    # Ledger ------------------------------------------------------------------------------------------------
-
-    def _ledger_enqueue(self, operation: str, shape: Sequence[int], dtype: str) -> int:
-        self.count += 1
-        if self._ledger is None:
-            return 0
-        return self._ledger.collective_enqueue(self._handle, operation, shape, dtype)
-
-    def _ledger_start(self, sequence: int) -> None:
-        if self._ledger is not None:
-            self._ledger.collective_start(self._handle, sequence)
-
-    def _ledger_complete(self, sequence: int) -> None:
-        if self._ledger is not None:
-            self._ledger.collective_complete(self._handle, sequence)
-
     def close(self) -> None:
         if self._heap is not None:
             self._heap.close()
-        if self._board is not None:
-            self._board.close()
+        super().close()

@@ -12,7 +12,7 @@ from harness import faults
 from harness.devices.base import Device, Graph
 from harness.ledger import LedgerWriter
 from serving.collectives import CommError, CommOptions, Group
-from serving.groups import REGISTRATION, ProcessGroups
+from serving.groups import REGISTRATION, ProcessGroups, of_the_device
 
 __all__ = ["Comm", "CommError", "CommOptions", "Group"]
 
@@ -52,7 +52,7 @@ class Comm:
             faults.ACTIVE.visit("comm.create", group=name)
         members = self.topology.members(name)
         symmetric = self.options.symmetric and name == "experts" and len(members) > 1
-        return Group(
+        group = Group(
             name,
             members,
             self.options,
@@ -64,6 +64,10 @@ class Comm:
             self.group,
             self.group(REGISTRATION) if symmetric else None,
         )
+        moves_data = of_the_device(name) and len(members) > 1 and not symmetric
+        if moves_data and self.options.carrier.enqueues and self._backends.first_use(name):
+            group.connect()
+        return group
 
     def closed(self) -> bool:
         return self._closed

@@ -198,9 +198,6 @@ class Forward:
         if self._stats is None:
             return
         counts_X = self._device.empty(tuple(ws.routed_X.shape), torch.int64)
-        held = [
-            counts_X
-        ]  # memory of compute, which goes on: it may not have it back before comm is done with it
 
         def take() -> None:
             counts_X.copy_(ws.routed_X)
@@ -210,7 +207,7 @@ class Forward:
 
         self._device.compute.run(take, "expert_counts")
         self._stats.all_reduce(counts_X, join=self._stats_joined)
-        self._device.comm.run(add, "expert_totals", done=held.clear)
+        self._device.comm.run(add, "expert_totals")
 
     def routed_tokens(self) -> list[int]:
         """Tokens of all passes that each expert got on all ranks; zeros without ``stats``. Call it when ``comm`` is

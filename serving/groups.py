@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 
 Span = Literal["all", "attention"]
@@ -35,6 +34,11 @@ GROUPS: dict[str, tuple[Span, Plane]] = {
 
 REGISTRATION = "symm"
 """Ledger group of the symmetric heap's registrations. No process group: the heap has boards of its own."""
+
+
+def of_the_device(name: str) -> bool:
+    """The group carries data of the device; False: messages of the hosts."""
+    return name in GROUPS and GROUPS[name][1] == "device"
 
 
 class GroupError(ValueError):
@@ -84,7 +88,8 @@ class Topology:
 class ProcessGroups:
     """The ``torch.distributed`` groups of this process. They outlive trials: ranks stay warm.
 
-    ``dp``: attention groups; None: one a rank. A group of one rank needs none.
+    ``dp``: attention groups; None: one a rank. A group of one rank needs none. ``backend`` carries the device
+    collectives; the hosts' go over gloo. nccl and hccl make their communicator at a group's first collective.
     """
 
     def __init__(
@@ -98,12 +103,11 @@ class ProcessGroups:
         dp: int | None = None,
     ) -> None:
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._connected: set[str] = set()
         if world == 1:
             return
         timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(
-            backend, init_method=init_method, rank=rank, world_size=world, timeout=timeout
-        )
+        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world, timeout=timeout)
         size = world // (dp or world)
         spans = {
             "all": [list(range(world))],
@@ -121,14 +125,8 @@ class ProcessGroups:
         """None: this rank is alone in it."""
         return self._groups.get(name)
 
-
-def all_gather(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """torch 2.13 renamed the operation and warns at the old name; torch 2.7 has the old name only."""
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    call(out, part, group=group)
-
-
-def reduce_scatter(out: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """As ``all_gather``."""
-    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    call(out, whole, group=group)
+    def first_use(self, name: str) -> bool:
+        """Whether this process asks for the first time: then the group has no communicator yet."""
+        first = name not in self._connected
+        self._connected.add(name)
+        return first

@@ -37,12 +37,10 @@ class HotPath:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A copy to the host that is under way. ``tensor`` is valid after ``done``; until then ``source`` is kept: its
-    memory is ``compute``'s to hand out again, and ``copy`` reads it."""
+    """A copy to the host that is under way. ``tensor`` is valid after ``done``."""
 
     buffer: HostBuffer
     done: Event
-    source: torch.Tensor
     look: Look | None = None
 
     @property
@@ -99,7 +97,7 @@ class Transfers:
         if self._policy == "pinned_sync":
             self._device.copy.synchronize(self._wait_s)
         self._account(path, began, src)
-        return Fetched(buffer, done, src, look)
+        return Fetched(buffer, done, look)
 
     def values(self, fetched: Fetched) -> list[Any]:
         """What the host finds in the copy now."""
