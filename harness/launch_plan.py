@@ -15,7 +15,9 @@ from harness.target import EngineSpec, find_target
 from harness.toggles import DEFAULT
 
 
-def engine_spec(scenario: Scenario, device: str, toggles: Mapping[str, str]) -> EngineSpec:
+def engine_spec(
+    scenario: Scenario, device: str, toggles: Mapping[str, str], ranks_per_device: int = 1
+) -> EngineSpec:
     """``toggles``: resolved values, without those that are left to the engine."""
     return EngineSpec(
         world=scenario.target.ranks,
@@ -25,6 +27,7 @@ def engine_spec(scenario: Scenario, device: str, toggles: Mapping[str, str]) -> 
         model=scenario.model.model_dump(),
         engine=scenario.engine.model_dump(),
         faults=[fault.model_dump() for fault in scenario.faults],
+        ranks_per_device=ranks_per_device,
     )
 
 

@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from harness import process_control, tracing
 from harness.cluster import Cluster, ClusterError, Node, nodes
+from harness.held_devices import SEE_ALL, write_held
 from harness.process_control import ProcessId
 from harness.rank_environment import Patience, RankEnvironment, rank_environment
 from harness.target import RankProcess
@@ -43,6 +44,15 @@ _RESERVED: Mapping[str, Mapping[str, float]] = {
 }
 
 
+_RESOURCES: Mapping[str, str] = {"cuda": "GPU", "npu": "NPU"}
+
+
+def _accelerator_ids() -> dict[str, list[str]]:
+    """What Ray gave this process, by resource."""
+    given = ray.get_runtime_context().get_accelerator_ids()
+    return {name: sorted(ids, key=_natural) for name, ids in given.items()}
+
+
 class RankHost:
     """What runs in the worker: the caller's object, behind a constructor that cannot fail."""
 
@@ -59,9 +69,7 @@ class RankHost:
             "pid": own.pid,
             "start_time_ticks": own.start_time_ticks,
             "node_id": context.get_node_id(),
-            "accelerators": {
-                name: sorted(ids, key=_natural) for name, ids in context.get_accelerator_ids().items()
-            },
+            "accelerators": _accelerator_ids(),
             # Ray redirects both streams into files of the session; the links name them.
             "log_path": str(Path("/proc/self/fd/2").readlink()),
             "output_path": str(Path("/proc/self/fd/1").readlink()),
@@ -85,7 +93,8 @@ class RankHost:
         if tracer_pid is not None:
             tracing.allow_tracing_by(tracer_pid)
 
-    def construct(self, path: str, kwargs: Mapping[str, Any]) -> None:
+    def construct(self, path: str, kwargs: Mapping[str, Any], device: DeviceKind = "sim") -> None:
+        write_held(_accelerator_ids().get(_RESOURCES.get(device, ""), []))
         self._object = load(path)(**kwargs)
 
     def call(self, method: str, args: Sequence[Any]) -> Any:
@@ -119,8 +128,10 @@ class PoolOptions:
     """A directory on every node for the stack dumps that ranks write of themselves when py-spy cannot."""
     start_s: float = 120.0
     """Until every constructor has returned."""
-    devices: int = 1
-    """Accelerators of each process."""
+    devices: float = 1
+    """Accelerators of each process; a part of one where processes share it."""
+    see_all: bool = False
+    """A process sees the others' devices too."""
     patience: Patience | None = None
     """How long the libraries of an accelerator must wait; None: their environment is left alone."""
     engine_env: Mapping[str, str] = field(default_factory=dict)
@@ -292,7 +303,8 @@ class RankPool:
             seen = [self._observe(self._ranks[rank]) for rank in kwargs]
             self._wait_for(seen, deadline, "become observable")
             built = [
-                actor.construct.remote(self._class, dict(kwargs[rank])) for rank, actor in actors.items()
+                actor.construct.remote(self._class, dict(kwargs[rank]), self._options.device)
+                for rank, actor in actors.items()
             ]
             self._wait_for(built, deadline, f"construct {self._class}")
         except BaseException:
@@ -336,7 +348,8 @@ class RankPool:
             settings["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=rank
             )
-        missing = {name: value for name, value in options.env.items() if self._cluster.env.get(name) != value}
+        wanted = {**(SEE_ALL.get(options.device, {}) if options.see_all else {}), **options.env}
+        missing = {name: value for name, value in wanted.items() if self._cluster.env.get(name) != value}
         if missing:
             # Only when needed: a worker that was started ahead has the cluster's environment and no other.
             settings["runtime_env"] = {"env_vars": missing}
@@ -348,7 +361,7 @@ class RankPool:
 
     def _entry(self, rank: int, actor: Any, kwargs: Mapping[str, Any]) -> _Rank:
         found = ray.get(actor.identity.remote(), timeout=self._options.end_s)
-        devices = found["accelerators"].get({"cuda": "GPU", "npu": "NPU"}.get(self._options.device, ""), [])
+        devices = found["accelerators"].get(_RESOURCES.get(self._options.device, ""), [])
         process = RankProcess(
             rank=rank,
             role=self._options.role,

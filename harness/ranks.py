@@ -115,6 +115,7 @@ class Ranks:
             dumps=self._scratch,
             placement=placement,
             devices=needs.devices,
+            see_all=needs.see_all,
             patience=self._patience,
             engine_env=spec.target.get("env", {}),
         )

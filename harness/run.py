@@ -33,7 +33,7 @@ from harness.scenario_model import Scenario
 from harness.session import Job, Session, context, reference_path
 from harness.store import RunStore, StoreError, read_run, write_json
 from harness.target import TargetError, find_target
-from harness.toggles import gather_facts
+from harness.toggles import BUILTIN, gather_facts
 from harness.trial_choice import choose_trial
 from reports import write_all
 from reports.corpus import Corpus, write
@@ -203,6 +203,8 @@ def _validate(job: Job, arms: Sequence[ArmPlan], request: RunRequest) -> None:
             if arm.same_as is None:
                 target.validate(arm_spec(scenario, device, arm), scenario.workload.model_dump(), seeds)
         here = request.ray_address is None and _absent(request) is None  # else it is sought where it will run
+        if here and scenario.target.name == BUILTIN:
+            _devices_for_all(scenario, device)
         missing = target.absent(arm_spec(scenario, device, arms[0])) if here else None
     except TargetError as error:
         raise BadRequest(f"{scenario.name}: {error}") from error
@@ -218,6 +220,18 @@ def _engine_versions(scenarios: Sequence[Scenario]) -> dict[str, str] | None:
         return None
     found = package_readings(python, ("torch", "torch_npu"))
     return {one.name: one.value for one in found if one.value is not None}
+
+
+def _devices_for_all(scenario: Scenario, device: str) -> None:
+    """Ranks may share a GPU; an NPU belongs to one process. Raises BadRequest."""
+    if device != "npu":
+        return
+    ranks, count = scenario.target.ranks, gather_facts(device, scenario.target.ranks).device_count or 0
+    if count < ranks:
+        raise BadRequest(
+            f"{scenario.name}: target.ranks = {ranks}, each of which needs an NPU of its own, and this machine has "
+            f"{count}; use --set target.ranks={count}, or --ray-address of a cluster that has more"
+        )
 
 
 def _drivers() -> dict[str, str]:

@@ -42,14 +42,16 @@ from harness.scenario_model import Scenario
 from harness.store import RunStore, TrialStore, safe_name, write_json
 from harness.target import RankProcess, TargetError, TrialSpec
 from harness.time_budget import TimeBudget, rounds
-from harness.toggles import BUILTIN
+from harness.toggles import BUILTIN, gather_facts
 from harness.watchdog import WatchdogSettings
 from harness.watching import AgentWatch
 
 _START_S = 90.0
 """Cluster, agents and couriers up."""
 _RANKS_S = 120.0
-"""All ranks up, weights loaded."""
+"""All ranks up, weights made."""
+_RANKS_ON_DEVICE_S = 900.0
+"""The same on an accelerator, where they may be read: 31 GB of them at 50 MB/s take 10 minutes."""
 _AFTER_BUDGET_S = 2 * 3600.0
 """For the last trial of a time budget and for the end: an agent that outlives its time ends everything."""
 _END_S = 15.0
@@ -116,6 +118,8 @@ class Session:
     """Shows the trials; one of the session's own where none is given."""
     _references: set[Path] = field(default_factory=set)
     _dirty: str | None = None
+    _shared: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Ranks that share a device, by target and number of ranks."""
     _environments: dict[str, dict[int, RankEnvironment]] = field(default_factory=dict)
     """Of the newest ranks of each target."""
 
@@ -128,7 +132,8 @@ class Session:
         world = max(job.scenario.target.ranks for job in jobs)
         compared = [_compared(job) for job in jobs]
         left_out: list[str] = []
-        standing = renewable(lambda: self._up(world, view), lambda up: up[1].broken(), view.line)
+        devices = max(-(-job.scenario.target.ranks // self._sharing(job.scenario)) for job in jobs)
+        standing = renewable(lambda: self._up(world, devices, view), lambda up: up[1].broken(), view.line)
         with self.interrupts.held(), standing as whole:
             for trials in rounds([job.trials for job in jobs], self.request.time_budget_s):
                 full = bool(left_out)  # a later round would give some arms two trials more than others
@@ -156,17 +161,18 @@ class Session:
     # Up and down -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _up(self, world: int, view: LiveView) -> Iterator[tuple[Agents, Ranks]]:
+    def _up(self, world: int, devices: int, view: LiveView) -> Iterator[tuple[Agents, Ranks]]:
         address = self.request.ray_address
         cluster: Cluster
         if address is None:
             device = self.request.device
-            gpus, npus = world * (device == "cuda"), world * (device == "npu")
+            gpus, npus = devices * (device == "cuda"), devices * (device == "npu")
             cluster = LocalCluster(ClusterOptions(workers=world, gpus=gpus, npus=npus))
             scratch = cluster.folder / "ranks"  # the agent of a killed driver removes it with the cluster
         else:
             cluster = ExistingCluster(address)
             scratch = Path(tempfile.mkdtemp(prefix="hg-ranks-"))
+        start_s = _RANKS_S if self.request.device in ("sim", "cpu") else _RANKS_ON_DEVICE_S
         agents = Agents(self._agent_options())
         self.interrupts.ending = False
         left: list[ProcessId] = []
@@ -178,7 +184,7 @@ class Session:
             agents.start(cluster, _START_S)
             down.callback(lambda: left.extend(cluster.stop(_END_S)))
             down.callback(lambda: left.extend(agents.stop(_END_S)))
-            ranks = Ranks(cluster, agents, scratch, start_s=_RANKS_S, patience=self._patience())
+            ranks = Ranks(cluster, agents, scratch, start_s=start_s, patience=self._patience())
             down.callback(lambda: left.extend(ranks.discard(_END_S)))
             down.callback(view.close)
             try:
@@ -194,7 +200,7 @@ class Session:
         return scenario.engine.step_timeout_s + self._held_s()
 
     def _ensure(self, scenario: Scenario, plan: TrialPlan, ranks: Ranks) -> Sequence[RankProcess]:
-        spec = engine_spec(scenario, plan.device, plan.toggles)
+        spec = engine_spec(scenario, plan.device, plan.toggles, self._sharing(scenario))
         return ranks.ensure(scenario.target.name, spec, self.wait_s(scenario))
 
     def _patience(self) -> Patience:
@@ -216,6 +222,14 @@ class Session:
         capture_s = max(scenario.watchdog.capture_s for scenario in self.request.scenarios)
         lifetime_s = max(AgentOptions().lifetime_s, (self.request.time_budget_s or 0.0) + _AFTER_BUDGET_S)
         return AgentOptions(capture_s=capture_s, lifetime_s=lifetime_s)
+
+    def _sharing(self, scenario: Scenario) -> int:
+        """How many ranks share a device of this machine, at most."""
+        key = (scenario.target.name, scenario.target.ranks)
+        if key not in self._shared:
+            facts = gather_facts(self.request.device, scenario.target.ranks, scenario.target.name)
+            self._shared[key] = facts.ranks_per_device
+        return self._shared[key]
 
     # One trial -------------------------------------------------------------------------------------------
 
@@ -244,6 +258,7 @@ class Session:
                 self._record_environment(scenario, plan, store, ranks, view)
                 ended = self._drive(scenario, plan, store, agents, ranks, processes, view)
                 facts = history(ended, processes, ranks.target.others())
+                facts["notes"] += self._sharing_notes(scenario)
                 self._store_results(store, ended)
                 self._hear(scenario, store, ended, ranks, view)
                 if ended.finished and is_foreign(scenario):
@@ -279,6 +294,13 @@ class Session:
         store.event("judged", outcome=document["outcome"], verdict=document["verdict"])
         view.judged(store.path)
         view.end(_one_line(document))
+
+    def _sharing_notes(self, scenario: Scenario) -> list[str]:
+        count = self._sharing(scenario)
+        if count == 1:
+            return []
+        how = "gloo carries their data through the host, so no latency of this trial is a result"
+        return [f"{count} ranks share a device: {how}"]
 
     def _drive(
         self,

@@ -131,6 +131,8 @@ class EngineSpec:
     model: Mapping[str, Any]
     engine: Mapping[str, Any]
     faults: Sequence[Mapping[str, Any]] = ()
+    ranks_per_device: int = 1
+    """Ranks of the built-in engine that share one accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,10 @@ class Needs:
     """What a target asks of the pool: how many processes, and how many accelerators each of them holds."""
 
     processes: int
-    devices: int = 1
+    devices: float = 1
+    """A part of one where processes share it."""
+    see_all: bool = False
+    """A process sees the devices of the others too, and finds its own by its number."""
     role: str = "rank"
     spread: bool = False
     """One process a node."""

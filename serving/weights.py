@@ -14,17 +14,19 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from serving.model_config import ModelConfig, ModelError
+from serving.model_config import CONFIG_FILE, ModelConfig, ModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _ROUTER = ".mlp.gate.weight"
 _DERIVED = ".rotary_emb.inv_freq"  # saved by old releases of transformers; computed from the config instead
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -94,6 +96,61 @@ def _stored_type(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(_ROUTER) else dtype
 
 
+class SeededWeights(Mapping[str, torch.Tensor]):
+    """Weights from a seed, each made on ``device`` when it is asked for; ``experts`` leaves some routed ones out
+    and changes none (None: all). The numbers are those of the device's own generator: another kind of device
+    makes others from the same seed.
+
+    Scaled so that a model of them behaves like one that has learned something (see ``_spread``): attention is
+    sharp, each token depends on its whole context, and the best two logits lie apart by far more than float32
+    rounding.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        experts: range | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._shapes = tensor_shapes(config, experts)
+        self._seed = seed
+        self._dtype = dtype
+        self._device = device
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape = self._shapes[name]
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "little"))
+        values = torch.randn(shape, generator=generator, device=self._device) * _spread(name, shape)
+        if len(shape) == 1:
+            values += 1.0  # norms
+        return values.to(_stored_type(name, self._dtype))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def stored_dtype(directory: Path) -> torch.dtype:
+    """The type that ``config.json`` names for the weights: ``dtype`` (transformers 5) or ``torch_dtype`` (4);
+    bfloat16 where it names none. Raises ModelError for one that the engine does not compute in."""
+    fields = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    name = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
+    if name not in _DTYPES:
+        raise ModelError(
+            f"{directory / CONFIG_FILE}: key 'dtype' is {json.dumps(name)}; allowed: {', '.join(sorted(_DTYPES))}"
+        )
+    return _DTYPES[name]
+
+
 def random_weights(
     config: ModelConfig,
     seed: int,
@@ -102,21 +159,8 @@ def random_weights(
     experts: range | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """Weights from a seed; ``experts`` leaves some routed ones out and changes none (None: all).
-
-    Scaled so that a model of them behaves like one that has learned something (see ``_spread``): attention is
-    sharp, each token depends on its whole context, and the best two logits lie apart by far more than float32
-    rounding.
-    """
-    weights = {}
-    for name, shape in tensor_shapes(config, experts).items():
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        values = torch.randn(shape, generator=generator) * _spread(name, shape)
-        if len(shape) == 1:
-            values += 1.0  # norms
-        weights[name] = values.to(device=device, dtype=_stored_type(name, dtype))
-    return weights
+    """All of ``SeededWeights`` at once."""
+    return dict(SeededWeights(config, seed, dtype, experts=experts, device=device))
 
 
 def _spread(name: str, shape: tuple[int, ...]) -> float:
@@ -139,18 +183,25 @@ _GAINS = {"q_proj": 2.0, "q_b_proj": 2.0, "kv_a_proj": 1.0, "o_proj": 2.0, "down
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
-    """The tensors of a directory, each read when it is asked for. Made by ``load_weights``."""
+    """The tensors of a directory, each read when it is asked for, onto ``device``. Made by ``load_weights``. A file
+    stays open (mapped) as long as this lives: its header lists thousands of tensors."""
 
     def __init__(self, files: Mapping[str, Path], dtype: torch.dtype, device: torch.device | str) -> None:
         self._files = dict(files)
         self._dtype = dtype
         self._device = device
+        self._open: dict[Path, safe_open] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         path = self._files[name]
-        with _opened(path) as file:
-            tensor: torch.Tensor = file.get_tensor(name)
+        if path not in self._open:
+            self._open[path] = _opened(path, self._device)
+        file: Any = self._open[path]
+        tensor: torch.Tensor = file.get_tensor(name)
         return tensor.to(device=self._device, dtype=_stored_type(name, self._dtype))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -200,9 +251,9 @@ def _and_more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _opened(path: Path) -> safe_open:
+def _opened(path: Path, device: torch.device | str = "cpu") -> safe_open:
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(path, framework="pt", device=str(device))
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path}: not a whole safetensors file ({error}); download it again") from error
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 LONG_S = 30.0
 ON_DEVICE = torch.device("cpu", 0)  # factories called with it are told from those for the host
@@ -386,7 +387,7 @@ class Deferring(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         module = self._module
-        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         if not any(map(module.on_device, tensors)):
             result = func(*args, **kwargs)
             if kwargs.get("device") == ON_DEVICE and kwargs["device"].index == 0:
@@ -404,9 +405,16 @@ class Deferring(TorchDispatchMode):
         if name == "_local_scalar_dense":
             stream.wait_for_all()
             return func(*args, **kwargs)
-        result = func(*args, **kwargs)  # for its shape; what it holds comes later
-        module.made_on_device(result)
-        stream.put(lambda: result.copy_(func(*args, **kwargs)) is None, name)
+        result = tree_map_only(torch.Tensor, _like, func(*_shapes(args), **_shapes(kwargs)))
+        made = tree_leaves(result)
+        for one in made:
+            module.made_on_device(one)
+
+        def compute() -> None:
+            for one, value in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
+                one.copy_(value)
+
+        stream.put(compute, name)
         return result
 
     def _copy(self, dst: torch.Tensor, src: torch.Tensor, non_blocking: bool) -> torch.Tensor:
@@ -420,6 +428,16 @@ class Deferring(TorchDispatchMode):
         if host is not None and (not non_blocking or (pageable and not staged)):
             stream.wait_for_all()
         return dst
+
+
+def _shapes(values: Any) -> Any:
+    """The arguments without contents, which are not there yet: what comes out has the right shape all the same."""
+    moved = tree_map_only(torch.Tensor, lambda one: one.to("meta"), values)
+    return tree_map_only(torch.device, lambda _: torch.device("meta"), moved)
+
+
+def _like(meta: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from serving import weights as weights_module
 from serving.deepseek_v2 import DeepseekV2
 from serving.model_config import (
     LITE,
@@ -23,7 +25,15 @@ from serving.model_config import (
     load_config,
     preset,
 )
-from serving.weights import INDEX_FILE, SINGLE_FILE, load_weights, random_weights, tensor_shapes
+from serving.weights import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    SeededWeights,
+    load_weights,
+    random_weights,
+    stored_dtype,
+    tensor_shapes,
+)
 
 SMALL = dataclasses.replace(TINY, num_hidden_layers=2, vocab_size=64)
 ROUTER = "model.layers.1.mlp.gate.weight"
@@ -322,3 +332,154 @@ def test_damaged_files_are_refused(saved: Path) -> None:
     (saved / INDEX_FILE).write_text("{}")
     with pytest.raises(ModelError, match=f"{INDEX_FILE}: not an index of shards"):
         load_weights(SMALL, saved)
+
+
+# A published directory, as it lies there ----------------------------------------------------------------------
+
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "model_type": "deepseek_v2",
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 2,
+    "pretraining_tp": 1,
+    "q_lora_rank": None,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1",
+    "use_cache": True,
+    # The sizes are small; everything above is as DeepSeek-V2-Lite has it, but for the experts of a token.
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "kv_lora_rank": 32,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "vocab_size": 128,
+}
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """A directory in the layout of DeepSeek-V2-Lite: its config's keys, bfloat16 in shards, an index."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    config = load_config(tmp_path)
+    tensors = random_weights(config, 1, torch.bfloat16)
+    # Published ones are bfloat16 throughout, the router's too.
+    save_file({name: one.to(torch.bfloat16) for name, one in tensors.items()}, tmp_path / SINGLE_FILE)
+    shard(tmp_path)
+    return tmp_path
+
+
+def test_a_published_directory_is_read_as_it_lies(published: Path) -> None:
+    config = load_config(published)
+    assert config.q_lora_rank is None and config.rope_scaling is not None
+    assert (config.rope_scaling.factor, config.rope_scaling.mscale) == (40, 0.707)
+    dtype = stored_dtype(published)
+    assert dtype == torch.bfloat16
+    checkpoint = load_weights(config, published, dtype, experts=range(2))
+    opened: list[tuple[Path, str]] = []
+    with patch.object(weights_module, "_opened", counting(opened)):
+        model = DeepseekV2(config, checkpoint, range(2))
+    assert sorted(path.name for path, _ in opened) == [
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+    ], "each shard once"  # fmt: skip
+    assert {device for _, device in opened} == {"cpu"}
+    assert model.dtype == torch.bfloat16
+    with torch.no_grad():
+        x_TD = model.embed(torch.tensor([1, 5, 100]))
+        query_THE, latent_TC = model.project(0, x_TD, torch.arange(3))
+        assert query_THE.dtype == latent_TC.dtype == torch.bfloat16
+        ids_TK, weights_TK = model.route(1, model.mlp_input(1, x_TD))
+        assert weights_TK.dtype == torch.float32 and ids_TK.shape == (3, 2)
+        assert model.logits(x_TD).dtype == torch.float32
+
+
+def counting(opened: list[tuple[Path, str]]) -> Callable[..., Any]:
+    open_file = weights_module._opened
+
+    def counted(path: Path, device: torch.device | str = "cpu") -> Any:
+        opened.append((path, str(device)))
+        return open_file(path, device)
+
+    return counted
+
+
+def test_each_tensor_goes_to_the_device_by_itself(published: Path) -> None:
+    """Nothing is read before it is asked for, and the file is opened for the device that it goes to."""
+    config = load_config(published)
+    checkpoint = load_weights(config, published, torch.bfloat16, device=torch.device("meta"))
+    asked: list[str] = []
+
+    class File:
+        def get_tensor(self, name: str) -> torch.Tensor:
+            asked.append(name)
+            return torch.empty(2, dtype=torch.bfloat16, device="meta")
+
+    opened: list[tuple[Path, str]] = []
+
+    def opening(path: Path, device: torch.device | str) -> File:
+        opened.append((path, str(device)))
+        return File()
+
+    with patch.object(weights_module, "_opened", opening):
+        assert "model.norm.weight" in checkpoint and asked == []
+        tensor = checkpoint["model.norm.weight"]
+    assert tensor.device.type == "meta" and asked == ["model.norm.weight"]
+    assert [device for _, device in opened] == ["meta"]
+
+
+def test_seeded_weights_are_made_one_by_one() -> None:
+    seeded = SeededWeights(SMALL, 3, experts=range(2, 5))
+    assert seeded.keys() == tensor_shapes(SMALL, range(2, 5)).keys()
+    whole = random_weights(SMALL, 3)
+    for name in seeded:
+        assert torch.equal(seeded[name], whole[name])
+    assert "model.layers.1.mlp.experts.0.up_proj.weight" not in seeded
+    assert SeededWeights(SMALL, 3, torch.bfloat16)[ROUTER].dtype == torch.float32
+
+
+def test_a_key_that_is_missing_and_one_too_many_are_named(published: Path) -> None:
+    index = json.loads((published / INDEX_FILE).read_text())
+    config = load_config(published)
+    index["weight_map"]["model.layers.3.mlp.gate.weight"] = "model-00001-of-00002.safetensors"
+    (published / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"'model.layers.3.mlp.gate.weight' has no place"):
+        load_weights(config, published)
+    del index["weight_map"]["model.layers.3.mlp.gate.weight"], index["weight_map"][ROUTER]
+    (published / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=f"has no tensor '{ROUTER}'"):
+        load_weights(config, published)

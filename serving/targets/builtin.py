@@ -5,6 +5,7 @@ Not here: what a rank does (``builtin_rank.py``) and how rank processes start an
 
 from __future__ import annotations
 
+import math
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ from harness.target import (
     TrialSpec,
 )
 
+_RAY_UNITS = 10_000
+"""Ray counts a resource in these parts of one."""
 _RANK_CLASS = "serving.targets.builtin_rank:RankActor"
 
 
@@ -43,7 +46,14 @@ class BuiltinTarget:
         """Reads the model's config and the headers of its files, no tensor, and makes the requests."""
         from serving.targets.builtin_check import problem  # torch: only where there is something to check
 
-        found = problem(spec.model, workload, seeds, world=spec.world, dp=_groups(spec))
+        found = problem(
+            spec.model,
+            workload,
+            seeds,
+            world=spec.world,
+            dp=_groups(spec),
+            on_host=spec.device == "sim",
+        )
         if found is not None:
             raise TargetError(found)
 
@@ -59,13 +69,12 @@ class BuiltinTarget:
         return ()
 
     def needs(self, spec: EngineSpec) -> Needs:
-        return Needs(processes=spec.world)
+        """Ranks that share a device reserve equal parts of it."""
+        share = math.floor(_RAY_UNITS / spec.ranks_per_device) / _RAY_UNITS
+        return Needs(processes=spec.world, devices=share, see_all=True)
 
     def launch(self, spec: LaunchSpec, pool: RankPool) -> Sequence[RankProcess]:
-        """Starts all ranks. Raises TargetError for a device that the engine cannot use."""
-        device = spec.start.device
-        if device != "sim":
-            raise TargetError(f"the built-in engine does not run on {device!r} yet; use --device sim")
+        """Starts all ranks."""
         shared = spec.scratch / f"group-{secrets.token_hex(4)}"
         shared.mkdir(parents=True)
         self._processes = tuple(
@@ -75,12 +84,13 @@ class BuiltinTarget:
                     {
                         "rank": rank,
                         "world": spec.world,
-                        "device": device,
+                        "device": spec.start.device,
                         "model": dict(spec.start.model),
                         "rendezvous": f"file://{shared / 'rendezvous'}",
                         "shared": str(shared),
                         "timeout_s": spec.timeout_s,
                         "dp": _groups(spec.start),
+                        "ranks_per_device": spec.start.ranks_per_device,
                     }
                     for rank in range(spec.world)
                 ],

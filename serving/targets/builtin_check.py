@@ -27,9 +27,10 @@ def problem(
     *,
     world: int = 1,
     dp: int = 1,
+    on_host: bool = True,
 ) -> str | None:
     """One sentence that names what is wrong and what to do; None when all is well. ``world`` ranks are ``dp``
-    attention groups."""
+    attention groups. ``on_host``: the weights will lie in this machine's own memory."""
     try:
         config = _config(model)
     except ModelError as error:
@@ -42,7 +43,7 @@ def problem(
         )
     needed = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * _FLOAT32_BYTES
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    if needed > there:
+    if on_host and needed > there:
         return (
             f"model: its weights take {needed / _GIB:.1f} GiB in float32, this machine has "
             f"{there / _GIB:.1f} GiB free; use a smaller model (model.preset = tiny)"

@@ -9,7 +9,6 @@ Not here: how ranks are started and ended (``harness.cluster``), the engine's wo
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,12 +19,11 @@ import torch
 
 from harness import faults
 from harness.devices.base import Device, DeviceTimeout
-from harness.devices.sim import SimDevice, SimOptions
-from harness.devices.sim_cores import CoreOptions
 from harness.fault_model import arm, load_file, parse
 from harness.jitter import Jitter, JitterOptions
 from harness.ledger import LedgerWriter
 from harness.target import RankResult, TrialSpec
+from serving.carriers import carrier_for
 from serving.comm import Comm, CommOptions
 from serving.deepseek_v2 import DeepseekV2
 from serving.dp_attention import Padding
@@ -36,9 +34,12 @@ from serving.journal import Journal
 from serving.model_config import load_config, preset
 from serving.scheduler import Counters, SchedulerConfig
 from serving.symmetric import GROWTH_BYTES
-from serving.weights import expert_range, head_range, load_weights, random_weights
+from serving.targets.builtin_device import Leftovers, RankDevice, rank_device
+from serving.weights import SeededWeights, expert_range, head_range, load_weights
 from serving.workload import for_rank, generate, longest_context, workload
 
+_LOADED_S = 60.0
+"""Of what is still enqueued when the last tensor was read."""
 _CLOSE_S = 10.0
 _CLOSE_FAILED_S = 0.5
 """After a failure: the process is ended anyway, and whoever waits for it wants the error."""
@@ -47,7 +48,7 @@ _PADDINGS = {"auto": None, "max_len": Padding.MAX_LEN, "sum_len": Padding.SUM_LE
 
 class RankActor:
     """One rank of the built-in engine. ``rendezvous`` is a torch.distributed init method; ``dp`` are the attention
-    groups, None: every rank is one."""
+    groups, None: every rank is one. ``ranks_per_device``: how many share its device, itself among them."""
 
     def __init__(
         self,
@@ -60,18 +61,26 @@ class RankActor:
         shared: str,
         timeout_s: float,
         dp: int | None = None,
+        ranks_per_device: int = 1,
     ) -> None:
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
         self._rank = rank
         self._world = world
-        self._device_name = device
+        self._carrier = carrier_for(device, ranks_per_device)
+        self._device = rank_device(device, rank)
+        self._leftovers = Leftovers()
         self._shared = Path(shared)
         self._trials = 0
         self._topology = Topology(rank, world, dp or world)
-        self._model = load_model(model, self._topology)
+        self._model = load_model(model, self._topology, self._device)
         self._groups = ProcessGroups(
-            rank=rank, world=world, init_method=rendezvous, backend="gloo", timeout_s=timeout_s, dp=dp
+            rank=rank,
+            world=world,
+            init_method=rendezvous,
+            backend=self._carrier.backend,
+            timeout_s=timeout_s,
+            dp=dp,
         )
 
     def run_trial(self, spec: TrialSpec) -> RankResult:
@@ -81,7 +90,7 @@ class RankActor:
         nemesis = _Nemesis.of(spec, self._rank)
         faults.activate(*nemesis.visitors, rank=self._rank)
         ledger = self._make_ledger(spec) if spec.ledger else None
-        device = _make_device(spec, self._device_name, self._rank, ledger)
+        device = self._device.open(spec, self._rank, ledger)
         comm = Comm(
             CommOptions(
                 rank=self._rank,
@@ -91,6 +100,7 @@ class RankActor:
                 dp=self._topology.dp,
                 symmetric=spec.toggles.get("symm_mem") == "on",
                 symm_growth_bytes=spec.engine["symm_growth_bytes"] or GROWTH_BYTES,
+                carrier=self._carrier,
             ),
             device,
             ledger,
@@ -119,7 +129,9 @@ class RankActor:
                 journal.close()
             if ledger is not None:
                 ledger.close()
-        return replace(result, leaks=(*stuck, *_leaks(device)))
+        del comm
+        left = self._leftovers.of(device, simulated=self._device.simulated)
+        return replace(result, leaks=(*stuck, *left))
 
     def _make_ledger(self, spec: TrialSpec) -> LedgerWriter:
         return LedgerWriter.create(
@@ -127,7 +139,7 @@ class RankActor:
             rank=self._rank,
             world=self._world,
             node=spec.nodes.get(self._rank, "local"),
-            device=f"{self._device_name}:{self._rank}",
+            device=self._device.label,
             decisions_path=Path(spec.decisions_paths[self._rank]),
         )
 
@@ -141,20 +153,23 @@ def _close(device: Device, timeout_s: float) -> list[str]:
     return []
 
 
-def load_model(model: Mapping[str, Any], topology: Topology) -> DeepseekV2:
-    """The share of a model that one rank holds: a preset with seeded weights, or a Hugging Face directory."""
-    rank, world = topology.rank, topology.world
-    shared = topology.member, topology.attention_size
-    if model.get("directory"):
-        directory = Path(model["directory"])
-        config = load_config(directory)
-        experts = expert_range(config, rank, world)
-        weights = load_weights(config, directory, experts=experts)
-        return DeepseekV2(config, weights, experts, head_range(config, *shared))
-    config = preset(model.get("preset") or "tiny")
-    experts = expert_range(config, rank, world)
-    made = random_weights(config, model.get("seed", 0), experts=experts)
-    return DeepseekV2(config, made, experts, head_range(config, *shared))
+def load_model(model: Mapping[str, Any], topology: Topology, device: RankDevice | None = None) -> DeepseekV2:
+    """The share of a model that one rank holds: a preset with seeded weights, or a Hugging Face directory. Each
+    tensor comes straight to ``device`` (None: a simulated one), so that the host never holds the weights."""
+    device = device or rank_device("sim", topology.rank)
+    directory = Path(model["directory"]) if model.get("directory") else None
+    config = preset(model.get("preset") or "tiny") if directory is None else load_config(directory)
+    experts = expert_range(config, topology.rank, topology.world)
+    dtype, tensors = device.dtype(model), device.tensors
+    device.check_room(config, experts, dtype)
+    weights: Mapping[str, torch.Tensor]
+    if directory is None:
+        weights = SeededWeights(config, model.get("seed", 0), dtype, experts=experts, device=tensors)
+    else:
+        weights = load_weights(config, directory, dtype, experts=experts, device=tensors)
+    made = DeepseekV2(config, weights, experts, head_range(config, topology.member, topology.attention_size))
+    device.settle(_LOADED_S)
+    return made
 
 
 def make_engine(
@@ -201,26 +216,6 @@ def make_engine(
         wait_s=spec.timeout_s,
     )
     return Engine(config, model, device, comm, ledger, arrivals, journal)
-
-
-def _make_device(spec: TrialSpec, name: str, rank: int, ledger: LedgerWriter | None) -> SimDevice:
-    if name != "sim":
-        raise NotImplementedError(f"the built-in engine does not run on {name!r} yet; use --device sim")
-    sim = spec.sim
-    options = SimOptions(
-        memory_model=sim["memory_model"],
-        copy_latency_us=sim["copy_latency_us"],
-        copy_gbps=sim["copy_gbps"],
-        host_timeout_s=spec.timeout_s,
-        cores=CoreOptions(
-            total=sim["cores"],
-            collective=sim["collective_cores"],
-            part_us=sim["collective_part_us"],
-            cooperative=tuple(sim["cooperative"]),
-        ),
-        defects=frozenset(defect["name"] for defect in sim["defects"] if rank in defect["ranks"]),
-    )
-    return SimDevice(options, ledger, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,17 +267,3 @@ def _result(rank: int, engine: Engine, duration_s: float, steps_s: float, *, spe
         nbytes={path: entry.nbytes for path, entry in engine.transfers.paths.items()},
         leaks=(),
     )
-
-
-def _leaks(device: SimDevice) -> list[str]:
-    memory = device.memory()
-    found = []
-    if memory.host_pinned_bytes or memory.host_pageable_bytes:
-        found.append(
-            f"host blocks still handed out: {memory.host_pinned_bytes} bytes pinned, "
-            f"{memory.host_pageable_bytes} bytes pageable"
-        )
-    threads = [t.name for t in threading.enumerate() if t.name.startswith("hangrig-")]
-    if threads:
-        found.append(f"threads still alive: {', '.join(threads)}")
-    return found

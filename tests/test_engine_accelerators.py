@@ -1,0 +1,147 @@
+"""The whole engine on the accelerator devices, over the fake of their modules: its tokens are those of the
+simulated device, whatever is switched on and however ranks and devices go together.
+
+One source runs everywhere; what differs is when things happen. Here kernels run when their stream comes to them,
+a collective is a kernel that waits for its peers, and the host is steps ahead of all of it. A missing event shows
+as other tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from fake_accelerator import ON_DEVICE, FakeAccelerator
+from fake_rig import CLASSES
+from local_ranks import Seat, Trial, Trials, run_trial
+from test_carriers import Kernels
+
+from harness.devices.accelerator import AcceleratorDevice, Platform
+from harness.ledger import LedgerWriter
+from harness.target import RankResult, TrialSpec
+from harness.toggles import VALUES
+from serving import attention, collectives, sampling
+from serving.carriers import carrier_for
+from serving.targets import builtin_device
+from serving.targets.builtin_device import Leftovers, RankDevice
+from serving.targets.builtin_rank import load_model
+
+if TYPE_CHECKING:
+    from local_ranks import LocalRanks
+
+WORKLOAD = {
+    "kind": "prefix_tree",
+    "requests": 8,
+    "root_tokens": 12,
+    "child_tokens": (0, 20),
+    "decode_tokens": (3, 8),
+    "grammar_share": 0.4,
+}
+PLAIN: dict[str, Any] = {"toggles": {"overlap": "off", "graph": "off"}}
+
+
+@contextmanager
+def fake_platform(kind: str) -> Iterator[FakeAccelerator]:
+    """This process with a device of that kind: torch's module of it and the library of its collectives are fakes,
+    everything of ours is real."""
+    fake = FakeAccelerator(kind)
+
+    def opened(
+        kind: str, index: int, *, rank: int, ledger: LedgerWriter | None, host_timeout_s: float
+    ) -> AcceleratorDevice:
+        platform = Platform(kind, fake, index, ON_DEVICE, fake.pinned)
+        return CLASSES[kind](platform, ledger, host_timeout_s=host_timeout_s)
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(builtin_device, "open_device", opened))
+        patches.enter_context(patch.object(builtin_device, "device_module", lambda kind: fake))
+        patches.enter_context(patch.object(builtin_device.RankDevice, "dtype", lambda *_: torch.float32))
+        # The fake's tensors are the CPU's: lengths go by value and masks by torch's own operations, as on an NPU.
+        native = functools.partial(sampling.xgr.apply_token_bitmask_inplace, backend="torch_native")
+        patches.enter_context(patch.object(sampling.xgr, "apply_token_bitmask_inplace", native))
+        patches.enter_context(patch.object(attention, "on_device", attention.by_value))
+        patches.enter_context(fake.host())
+        try:
+            yield fake
+        finally:
+            fake.end()
+
+
+def on_fake(seat: Seat, spec: TrialSpec, kind: str, ranks_per_device: int) -> RankResult:
+    """The trial with the rank's device, weights and way to carry data as on an accelerator."""
+    actor, device = seat.actor, RankDevice(kind, f"{kind}:0", 0, ON_DEVICE)
+    carrier = carrier_for(kind, ranks_per_device)
+    with fake_platform(kind) as fake, ExitStack() as patches:
+        if carrier.enqueues:
+            data = type("Data", (Kernels,), {"fake": fake})
+            patches.enter_context(patch.object(collectives, "GroupData", data))
+        model = load_model({"preset": "tiny", "seed": 0}, actor._topology, device)
+        for name, value in (
+            ("_device", device), ("_carrier", carrier), ("_model", model), ("_leftovers", Leftovers()),
+        ):  # fmt: skip
+            patches.enter_context(patch.object(actor, name, value))
+        patches.enter_context(patch.object(actor._groups, "_connected", set()))
+        return run_trial(seat, spec)
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    return Trials(tmp_path_factory.mktemp("accelerators"), WORKLOAD)
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: LocalRanks, trials: Trials) -> Trial:
+    """The simulated device, one rank, nothing ahead and nothing captured."""
+    trial = ranks.trial(1, trials.of(1).spec(**PLAIN))
+    assert len(trial.tokens) == WORKLOAD["requests"]
+    return trial
+
+
+def toggles(**values: str) -> dict[str, Any]:
+    return {"toggles": values}
+
+
+CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "cuda, one rank": ("cuda", 1, 1, toggles(graph="off", pinned="pinned")),
+    "cuda, one rank, graph": ("cuda", 1, 1, toggles(pinned="pinned")),
+    "npu, one rank, graph": ("npu", 1, 1, toggles(pinned="pageable")),
+    "cuda, two ranks": ("cuda", 2, 1, toggles(graph="off", pinned="pinned")),
+    "cuda, two ranks, graph": ("cuda", 2, 1, toggles(pinned="pinned")),
+    "npu, two ranks, graph": ("npu", 2, 1, toggles(pinned="pinned")),
+    "cuda, two ranks share it": ("cuda", 2, 2, toggles(graph="off", pinned="pinned")),
+    "cuda, nothing ahead": ("cuda", 2, 1, toggles(graph="off", overlap="off")),
+    "npu, samples ahead": ("npu", 1, 1, {**toggles(pinned="pinned"), "engine": {"sample_ahead": True}}),
+    "npu, the witness looks": ("npu", 1, 1, {**toggles(pinned="pinned"), "engine": {"check_copies": True}}),
+    "cuda, experts counted": (
+        "cuda", 2, 1, {**toggles(pinned="pinned"), "engine": {"expert_stats": True, "retract_every": 5}},
+    ),
+    "npu, sum_len": ("npu", 2, 1, {**toggles(graph="off"), "engine": {"padding": "sum_len"}}),
+    **{
+        f"{kind}, {value}": (kind, 1, 1, toggles(pinned=value))
+        for kind in ("cuda", "npu")
+        for value in VALUES["pinned"]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_the_simulated_device(
+    ranks: LocalRanks, trials: Trials, reference: Trial, case: str
+) -> None:
+    kind, world, ranks_per_device, tables = CASES[case]
+    job = functools.partial(on_fake, kind=kind, ranks_per_device=ranks_per_device)
+    trial = ranks.trial(world, trials.of(world).spec(**tables), job)
+    assert trial.tokens == reference.tokens
+    assert trial.finish == reference.finish
+    assert [list(result.leaks) for result in trial.results] == [[]] * world
+    graphs = {
+        json.loads(line)["graph"] for line in Path(trial.spec.decisions_paths[0]).read_text().splitlines()
+    }
+    assert (True in graphs) == (trial.spec.toggles["graph"] == "on")
