@@ -24,9 +24,10 @@ import torch.distributed as dist
 from harness import faults
 from harness.devices.base import Device, Graph, Stream
 from harness.ledger import LedgerWriter
-from serving.carriers import Alone, Data, GroupData, Heap
+from serving.carriers import GLOO, Alone, Data, GroupData, Heap
 from serving.host_collectives import CommError, CommOptions, HostGroup
 from serving.symmetric import SymmetricHeap
+from serving.symmetric_cuda import CudaHeap
 
 __all__ = ["CommError", "CommOptions", "Group"]
 
@@ -81,19 +82,36 @@ class Group(HostGroup):
         if self.size == 1:
             return
         if registration is not None:
-            self._heap = SymmetricHeap(
+            self._data = self._heap = self._make_heap(registration)
+        elif process_group is not None:
+            self._data = GroupData(process_group)
+
+    def _make_heap(self, registration: Group) -> Heap:
+        options = self._options
+        if options.carrier == GLOO:
+            return SymmetricHeap(
                 options.shared,
                 name=self.files,
                 member=self.member,
                 size=self.size,
                 timeout_s=options.timeout_s,
-                stop=closed,
+                stop=self._closed,
                 carry=registration.register,
                 growth_bytes=options.symm_growth_bytes,
             )
-            self._data = self._heap
-        elif process_group is not None:
-            self._data = GroupData(process_group)
+        if options.carrier.backend != "nccl" or self._process_group is None:
+            raise CommError(
+                f"group {self.name}: no symmetric memory beside {options.carrier.backend}; set symm_mem = off"
+            )
+        return CudaHeap(
+            self._process_group,
+            name=self.files,
+            member=self.member,
+            size=self.size,
+            device=self._device.torch_device,
+            carry=registration.register,
+            growth_bytes=options.symm_growth_bytes,
+        )
 
     # Collectives on device tensors -------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ when. Growing the heap is a *registration*: a collective of its own, which all r
 because each has to map the others' new segments. A rank that grows alone waits for ever (HANGS.md, F1). Who makes
 the heap may have each registration carried as a collective, with a place in the ledger.
 
-Here on the simulated device: POSIX shared memory, all ranks on one machine. The CUDA heap comes with its device.
+Here: growth, which all heaps share, and the heap of the simulated device: POSIX shared memory, all ranks on one
+machine. Not here: the heap on CUDA (``symmetric_cuda.py``).
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import os
 import struct
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -36,12 +39,54 @@ def _uncarried(nbytes: int, exchange: Callable[[], None]) -> None:
     exchange()
 
 
-class SymmetricHeap:
+class GrowingHeap(ABC):
+    """Segments that grow together on all members. ``parts``: how many of a collective's size a segment has."""
+
+    parts: ClassVar[int] = 1
+
+    def __init__(self, *, name: str, carry: Carry, growth_bytes: int) -> None:
+        """``growth_bytes``: a part holds a multiple of that."""
+        self._name = name
+        self._carry = carry
+        self._growth_bytes = growth_bytes
+        self._part_bytes = 0
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes of this rank's segment that its peers map."""
+        return self.parts * self._part_bytes
+
+    def rounded(self, nbytes: int) -> int:
+        """What a segment holds that is made for collectives of ``nbytes`` a member."""
+        return -(-nbytes // self._growth_bytes) * self._growth_bytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Makes room for collectives of ``nbytes`` a member; registers where there is none yet, and then all
+        members must come. On the thread that carries the collectives."""
+        if nbytes > self._part_bytes:
+            self._register(nbytes)
+
+    def _register(self, nbytes: int) -> None:
+        if faults.ACTIVE is not None:
+            nbytes = faults.ACTIVE.visit("symm.register", group=self._name, nbytes=nbytes, heap=self)[
+                "nbytes"
+            ]
+        part_bytes = self.rounded(nbytes)
+        self._carry(self.parts * part_bytes, lambda: self._exchange(part_bytes))
+
+    @abstractmethod
+    def _exchange(self, part_bytes: int) -> None:
+        """Collective: every member brings a new segment of the same size and maps all others'."""
+
+
+class SymmetricHeap(GrowingHeap):
     """One segment a rank, at the same size everywhere; two halves used in turn.
 
     Two halves make one signal a collective enough: a rank may overwrite a half only after it saw every peer
     arrive at the collective after the one that used it.
     """
+
+    parts = 2
 
     def __init__(
         self,
@@ -55,11 +100,8 @@ class SymmetricHeap:
         carry: Carry = _uncarried,
         growth_bytes: int = GROWTH_BYTES,
     ) -> None:
-        """``growth_bytes``: a segment holds a multiple of that."""
-        self._growth_bytes = growth_bytes
-        self._carry = carry
+        super().__init__(name=name, carry=carry, growth_bytes=growth_bytes)
         self._directory = directory
-        self._name = name
         self._member = member
         self._size = size
         self._timeout_s = timeout_s
@@ -68,24 +110,8 @@ class SymmetricHeap:
         self._registrations = Board(directory / f"{name}.registrations", member=member, size=size)
         self._signal = 0
         self._generation = 0
-        self._half_bytes = 0
         self._maps: list[mmap.mmap] = []
         self._segments: list[torch.Tensor] = []
-
-    @property
-    def registered_bytes(self) -> int:
-        """Bytes of this rank's segment that its peers map."""
-        return 2 * self._half_bytes
-
-    def rounded(self, nbytes: int) -> int:
-        """What a segment holds that is made for collectives of ``nbytes`` a member."""
-        return -(-nbytes // self._growth_bytes) * self._growth_bytes
-
-    def reserve(self, nbytes: int) -> None:
-        """Makes room for collectives of ``nbytes`` a member; registers where there is none yet, and then all
-        members must come. On the thread that carries the collectives."""
-        if nbytes > self._half_bytes:
-            self._register(nbytes)
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """``out`` (size * t, ...) becomes the members' ``part`` (t, ...) in member order."""
@@ -142,19 +168,10 @@ class SymmetricHeap:
             time.sleep(_SETTLE_POLL_S)
 
     def _checksum(self, member: int, half: int, nbytes: int) -> int:
-        begin = half * self._half_bytes
+        begin = half * self._part_bytes
         return zlib.crc32(memoryview(self._maps[member])[begin : begin + nbytes])
 
-    def _register(self, nbytes: int) -> None:
-        if faults.ACTIVE is not None:
-            nbytes = faults.ACTIVE.visit("symm.register", group=self._name, nbytes=nbytes, heap=self)[
-                "nbytes"
-            ]
-        half_bytes = self.rounded(nbytes)
-        self._carry(2 * half_bytes, lambda: self._exchange(half_bytes))
-
     def _exchange(self, half_bytes: int) -> None:
-        """Collective: every member brings a new segment of the same size and maps all others'."""
         self._generation += 1
         own = self._path(self._member, self._generation)
         handle = os.open(own, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -176,13 +193,13 @@ class SymmetricHeap:
         # rank's old one, and its name is needed no more: without this, each growth would keep its memory.
         self._maps = maps
         self._segments = [torch.frombuffer(m, dtype=torch.uint8) for m in maps]
-        self._half_bytes = half_bytes
+        self._part_bytes = half_bytes
         self._path(self._member, self._generation - 1).unlink(missing_ok=True)
 
     def _path(self, member: int, generation: int) -> Path:
         return self._directory / f"{self._name}.segment-{member}-{generation}"
 
     def _view(self, member: int, half: int, like: torch.Tensor) -> torch.Tensor:
-        begin = half * self._half_bytes
+        begin = half * self._part_bytes
         nbytes = like.numel() * like.element_size()
         return self._segments[member][begin : begin + nbytes].view(like.dtype).view(like.shape)

@@ -30,7 +30,7 @@ from serving.forward import Forward, Workspace
 from serving.groups import Topology
 from serving.model_config import TINY, ModelConfig, YarnScaling
 from serving.scheduler import Scheduler
-from serving.targets import builtin_rank
+from serving.targets import builtin_device, builtin_rank
 from serving.weights import random_weights
 from serving.workload import generate, workload
 
@@ -383,7 +383,7 @@ def device_bytes_left(seat: Seat, spec: TrialSpec) -> int:
         made.append(SimDevice(*args))
         return made[-1]
 
-    with patch.object(builtin_rank, "SimDevice", making):
+    with patch.object(builtin_device, "SimDevice", making):
         run_trial(seat, spec)
     gc.collect()
     return made[0].memory().device_bytes

@@ -13,11 +13,13 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake_accelerator import ON_DEVICE, FakeAccelerator
 from fake_rig import CLASSES
 from local_ranks import Seat, Trial, Trials, run_trial
@@ -27,7 +29,7 @@ from harness.devices.accelerator import AcceleratorDevice, Platform
 from harness.ledger import LedgerWriter
 from harness.target import RankResult, TrialSpec
 from harness.toggles import VALUES
-from serving import attention, collectives, sampling
+from serving import attention, collectives, sampling, symmetric_cuda
 from serving.carriers import carrier_for
 from serving.targets import builtin_device
 from serving.targets.builtin_device import Leftovers, RankDevice
@@ -74,6 +76,39 @@ def fake_platform(kind: str) -> Iterator[FakeAccelerator]:
             fake.end()
 
 
+class SharedMemory:
+    """torch's symmetric memory between processes: files, and barriers that are kernels."""
+
+    def __init__(self, fake: FakeAccelerator, path: Path, rank: int) -> None:
+        self._fake = fake
+        self._path = path
+        self._rank = rank
+        self.registered = 0
+
+    def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.registered += 1
+        return self._segment(self._rank, nbytes)
+
+    def _segment(self, rank: int, nbytes: int) -> torch.Tensor:
+        path = f"{self._path}-{rank}-{self.registered}"
+        segment = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+        self._fake.made_on_device(segment)
+        return segment
+
+    def rendezvous(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        dist.barrier(group=group)
+        segments = [self._segment(rank, tensor.numel()) for rank in range(group.size())]
+
+        def get_buffer(rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            nbytes = torch.Size(sizes).numel() * dtype.itemsize
+            return segments[rank][:nbytes].view(dtype).view(sizes)
+
+        def barrier(channel: int = 0) -> None:
+            self._fake.launch(lambda: dist.barrier(group=group))
+
+        return SimpleNamespace(get_buffer=get_buffer, barrier=barrier)
+
+
 def on_fake(seat: Seat, spec: TrialSpec, kind: str, ranks_per_device: int) -> RankResult:
     """The trial with the rank's device, weights and way to carry data as on an accelerator."""
     actor, device = seat.actor, RankDevice(kind, f"{kind}:0", 0, ON_DEVICE)
@@ -82,6 +117,8 @@ def on_fake(seat: Seat, spec: TrialSpec, kind: str, ranks_per_device: int) -> Ra
         if carrier.enqueues:
             data = type("Data", (Kernels,), {"fake": fake})
             patches.enter_context(patch.object(collectives, "GroupData", data))
+        memory = SharedMemory(fake, seat.place.directory / spec.id, seat.rank)
+        patches.enter_context(patch.object(symmetric_cuda, "torch_memory", lambda: memory))
         model = load_model({"preset": "tiny", "seed": 0}, actor._topology, device)
         for name, value in (
             ("_device", device), ("_carrier", carrier), ("_model", model), ("_leftovers", Leftovers()),
@@ -122,6 +159,8 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "cuda, experts counted": (
         "cuda", 2, 1, {**toggles(pinned="pinned"), "engine": {"expert_stats": True, "retract_every": 5}},
     ),
+    "cuda, symmetric memory": ("cuda", 2, 1, toggles(graph="off", pinned="pinned", symm_mem="on")),
+    "cuda, symmetric memory, graph": ("cuda", 2, 1, toggles(pinned="pinned", symm_mem="on")),
     "npu, sum_len": ("npu", 2, 1, {**toggles(graph="off"), "engine": {"padding": "sum_len"}}),
     **{
         f"{kind}, {value}": (kind, 1, 1, toggles(pinned=value))
