@@ -66,6 +66,18 @@ def take_snapshot(device: str, deadline_s: float) -> DeviceSnapshot:
     return _run(first, _npu_commands(path, first.table), deadline_s)
 
 
+def table_commands(device: str) -> Commands | None:
+    """The questions for who holds how much memory of which device; None where the tool is not on PATH."""
+    path = shutil.which(TOOL[device])
+    if path is None:
+        return None
+    if device == "npu":
+        return {NPU_TABLE: (path, "info")}
+    return {
+        name: command for name, command in _gpu_commands(path).items() if name in (GPU_TABLE, GPU_PROCESSES)
+    }
+
+
 def _gpu_commands(path: str) -> Commands:
     return {
         GPU_TABLE: (path, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,nounits"),

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +30,8 @@ from harness.agents import Agents
 from harness.arms import TrialPlan
 from harness.cluster import Cluster, ClusterError, ClusterOptions, ExistingCluster, LocalCluster
 from harness.controller import NEVER_BEGAN, Ended, Limits, Planned, State, TrialRun, history, latencies
+from harness.device_idle import IdleDevices, look
+from harness.device_tools import TOOL
 from harness.fault_model import Fault
 from harness.judge import HISTORY, TrialContext, journal_tokens, judge
 from harness.launch_plan import engine_spec
@@ -55,6 +58,8 @@ _RANKS_ON_DEVICE_S = 900.0
 _AFTER_BUDGET_S = 2 * 3600.0
 """For the last trial of a time budget and for the end: an agent that outlives its time ends everything."""
 _END_S = 15.0
+_IDLE_S = 30.0
+"""Until a device has back what ended ranks held of it: drivers take seconds over 60 GiB."""
 _POLL_S = 0.02
 _LINGER_S = 0.5
 _TESTIMONY_S = 10.0
@@ -118,6 +123,12 @@ class Session:
     """Shows the trials; one of the session's own where none is given."""
     _references: set[Path] = field(default_factory=set)
     _dirty: str | None = None
+    idle: IdleDevices | None = None
+    """Of this machine's devices; made for a run on accelerators here where none is given."""
+    _busy: bool = False
+    """The devices were not back to idle when somebody looked last."""
+    _devices: int = 0
+    """Accelerators that the ranks of any job need."""
     _shared: dict[tuple[str, int], int] = field(default_factory=dict)
     """Ranks that share a device, by target and number of ranks."""
     _environments: dict[str, dict[int, RankEnvironment]] = field(default_factory=dict)
@@ -132,8 +143,9 @@ class Session:
         world = max(job.scenario.target.ranks for job in jobs)
         compared = [_compared(job) for job in jobs]
         left_out: list[str] = []
-        devices = max(-(-job.scenario.target.ranks // self._sharing(job.scenario)) for job in jobs)
-        standing = renewable(lambda: self._up(world, devices, view), lambda up: up[1].broken(), view.line)
+        self._devices = max(-(-job.scenario.target.ranks // self._sharing(job.scenario)) for job in jobs)
+        self._look_at_devices(view)
+        standing = renewable(lambda: self._up(world, view), lambda up: up[1].broken(), view.line)
         with self.interrupts.held(), standing as whole:
             for trials in rounds([job.trials for job in jobs], self.request.time_budget_s):
                 full = bool(left_out)  # a later round would give some arms two trials more than others
@@ -161,12 +173,12 @@ class Session:
     # Up and down -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _up(self, world: int, devices: int, view: LiveView) -> Iterator[tuple[Agents, Ranks]]:
+    def _up(self, world: int, view: LiveView) -> Iterator[tuple[Agents, Ranks]]:
         address = self.request.ray_address
         cluster: Cluster
         if address is None:
             device = self.request.device
-            gpus, npus = devices * (device == "cuda"), devices * (device == "npu")
+            gpus, npus = self._devices * (device == "cuda"), self._devices * (device == "npu")
             cluster = LocalCluster(ClusterOptions(workers=world, gpus=gpus, npus=npus))
             scratch = cluster.folder / "ranks"  # the agent of a killed driver removes it with the cluster
         else:
@@ -201,7 +213,37 @@ class Session:
 
     def _ensure(self, scenario: Scenario, plan: TrialPlan, ranks: Ranks) -> Sequence[RankProcess]:
         spec = engine_spec(scenario, plan.device, plan.toggles, self._sharing(scenario))
-        return ranks.ensure(scenario.target.name, spec, self.wait_s(scenario))
+        processes = ranks.ensure(scenario.target.name, spec, self.wait_s(scenario))
+        if self.idle is not None:
+            self.idle.hold({entry.rank: entry.device for entry in processes})
+        return processes
+
+    def _look_at_devices(self, view: LiveView) -> None:
+        """Before anything of ours is up."""
+        if self.idle is None and self.request.device in TOOL and self.request.ray_address is None:
+            self.idle = IdleDevices(partial(look, self.request.device))
+        if self.idle is not None:
+            self.idle.begin()
+            if self.idle.unknown:
+                view.line(f"whether devices are back to idle cannot be told: {self.idle.unknown}")
+
+    def _need_idle_devices(self) -> None:
+        """Before a trial that follows one whose ranks were replaced. Raises ClusterError; the next trial looks
+        again."""
+        if self._busy and self.idle is not None:
+            why = self.idle.busy()
+            self._busy = why is not None
+            if why is not None:
+                raise ClusterError(f"the devices are not back to idle after an earlier trial: {why}")
+
+    def _devices_after(self, view: LiveView) -> None:
+        """After ranks were ended: waits for what they held."""
+        if self.idle is None:
+            return
+        why = self.idle.wait(0.0 if self._busy else _IDLE_S)
+        self._busy = why is not None
+        if why is not None:
+            view.line(f"the devices are not back to idle: {why}")
 
     def _patience(self) -> Patience:
         """What the accelerators' libraries must wait for, whichever scenario meets the warm ranks."""
@@ -249,6 +291,7 @@ class Session:
         facts: dict[str, Any]
         begun = False
         try:
+            self._need_idle_devices()
             processes = self._ensure(scenario, plan, ranks)
             if compared and reference not in self._references:
                 self._reference(scenario, plan, reference, agents, ranks, view)
@@ -288,6 +331,7 @@ class Session:
             left = ranks.discard(_END_S)
             pids = ", ".join(str(entry.pid) for entry in left)
             self._dirty = f"processes {pids} of an earlier trial would not die" if left else None
+            self._devices_after(view)
         document = judge(
             store, context(plan.to_json(), scenario, self.store.path, self.simulation), reference
         )
@@ -375,6 +419,7 @@ class Session:
             self._references.discard(path)
             shutil.rmtree(folder)
         ranks.discard(_END_S)
+        self._devices_after(view)
         view.end(f"did not finish: {why}")
 
     def _record_environment(

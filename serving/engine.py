@@ -167,6 +167,7 @@ class Engine:
             stream.synchronize(self.config.wait_s)
         if self._witness is not None:
             self._decisions.add(self.steps, _wrong(self._witness))
+            self._witness.close()
         self.scheduler.check_integrity()
         self._phase("teardown")
         if faults.ACTIVE is not None:

@@ -29,7 +29,7 @@ from harness.devices.accelerator import AcceleratorDevice, Platform
 from harness.ledger import LedgerWriter
 from harness.target import RankResult, TrialSpec
 from harness.toggles import VALUES
-from serving import attention, collectives, sampling, symmetric_cuda
+from serving import attention, collectives, copy_witness, sampling, symmetric_cuda
 from serving.carriers import carrier_for
 from serving.targets import builtin_device
 from serving.targets.builtin_device import Leftovers, RankDevice
@@ -69,6 +69,7 @@ def fake_platform(kind: str) -> Iterator[FakeAccelerator]:
         native = functools.partial(sampling.xgr.apply_token_bitmask_inplace, backend="torch_native")
         patches.enter_context(patch.object(sampling.xgr, "apply_token_bitmask_inplace", native))
         patches.enter_context(patch.object(attention, "on_device", attention.by_value))
+        patches.enter_context(patch.object(copy_witness, "off_host", fake.on_device))
         patches.enter_context(fake.host())
         try:
             yield fake

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from harness.devices.base import Device, DeviceTimeout
+from harness.devices.facts import SLACK_BYTES
 from harness.devices.opening import device_module, open_device
 from harness.devices.sim import SimDevice, SimOptions
 from harness.devices.sim_cores import CoreOptions
@@ -28,9 +29,6 @@ from harness.target import TrialSpec
 from serving.model_config import ModelConfig, ModelError
 from serving.weights import stored_dtype, tensor_shapes
 
-_SLACK_BYTES = 256 * 2**20
-"""What libraries may keep beyond the first trial: cuBLAS and aclnn hold a workspace for each stream that they met,
-tens of MiB, and each trial has new streams."""
 _GIB = 2**30
 _POLL_S = 1e-3
 
@@ -99,7 +97,9 @@ def rank_device(kind: str, rank: int) -> RankDevice:
 
 
 class Leftovers:
-    """What a rank's trials leave behind, from one to the next."""
+    """What a rank's trials leave behind, from one to the next. Beyond the first trial libraries may keep
+    ``SLACK_BYTES``: cuBLAS holds a workspace for each stream that it met, from torch's own allocator, and each
+    trial has new streams."""
 
     def __init__(self) -> None:
         self._floor_bytes: int | None = None
@@ -126,7 +126,7 @@ class Leftovers:
         if floor is None:
             self._floor_bytes = in_use
             return []
-        if in_use <= floor + _SLACK_BYTES:
+        if in_use <= floor + SLACK_BYTES:
             return []
         return [f"device memory: {in_use} bytes in use after the trial, {floor} after the first one"]
 
