@@ -10,8 +10,11 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from harness.cli import app
+from harness.target import EngineSpec
+from harness.toggles import Facts
 from serving.model_config import preset
 from serving.targets import builtin_check
+from serving.targets.builtin import BuiltinTarget
 from serving.weights import random_weights
 
 
@@ -84,3 +87,40 @@ def test_requests_that_the_model_cannot_hold_are_named(tmp_path: Path) -> None:
     done = run(tmp_path, "workload.long_prompt_tokens=9000", "engine.kv_tokens=20000")
     assert done.exit_code == 2
     assert "max_position_embeddings 8192" in done.stderr
+
+
+def test_more_ranks_than_npus_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU can be shared, an NPU belongs to one process."""
+    monkeypatch.setattr(
+        "harness.run.gather_facts",
+        lambda device, world, target="": Facts(device, world, "2.13", device_count=1),
+    )
+    command = ["run", "dp-idle-burst", "--device", "npu", "--out", str(tmp_path / "runs")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2 and not (tmp_path / "runs").exists()
+    assert "needs an NPU of its own" in done.stderr and "--set target.ranks=1" in done.stderr
+
+
+def test_a_model_too_large_for_the_host_may_fit_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin_check.os, "sysconf", lambda name: 1)
+    workload = {
+        "kind": "prefix_tree",
+        "requests": 1,
+        "root_tokens": 4,
+        "child_tokens": (0, 1),
+        "decode_tokens": (1, 2),
+    }
+    said = builtin_check.problem({"preset": "lite"}, workload, [0])
+    assert said is not None and "GiB free" in said
+    assert builtin_check.problem({"preset": "lite"}, workload, [0], on_host=False) is None
+
+
+def test_ranks_that_share_a_device_reserve_parts_that_fit_into_one() -> None:
+    target = BuiltinTarget()
+    for ranks in (1, 2, 3, 7):
+        spec = EngineSpec(ranks, "cuda", {}, {}, {}, {}, ranks_per_device=ranks)
+        needs = target.needs(spec)
+        assert needs.processes == ranks and needs.see_all
+        assert 0.999 < ranks * needs.devices <= 1.0

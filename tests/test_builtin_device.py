@@ -142,6 +142,7 @@ def test_the_type_of_a_directorys_weights(
         assert real.dtype(model) == dtype
     assert rank_device("sim", 0).dtype(model) == torch.float32
     assert real.dtype({"preset": "lite"}) == torch.bfloat16
+    assert real.dtype({"preset": "tiny"}) == real.dtype({}) == torch.float32
 
 
 class Closed:

@@ -51,7 +51,10 @@ class Rig:
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    cluster, agents = LocalCluster(ClusterOptions(workers=2, npus=2, env=rig.ENV)), Agents(rig.OPTIONS)
+    cluster, agents = (
+        LocalCluster(ClusterOptions(workers=2, npus=2, gpus=1, env=rig.ENV)),
+        Agents(rig.OPTIONS),
+    )
     dumps = tmp_path_factory.mktemp("dumps")
     pool = RankPool(cluster, PoolOptions(dumps=dumps), tracer=agents.pid_on)
     agents.start(cluster, rig.DEADLINE_S)
@@ -204,6 +207,21 @@ def test_npus_are_reserved_and_shown_to_the_ranks(system: Rig) -> None:
         assert pool.stop(10.0) == []
     with pytest.raises(ClusterError, match="3 ranks on npu need 3 NPU, the cluster has 2"):
         pool.start(rig.RANK, [{"rank": rank, "world": 3} for rank in range(3)])
+
+
+def test_ranks_share_a_gpu_and_see_all_of_them(system: Rig) -> None:
+    """Ray hides nothing from them; each knows the number of its own."""
+    pool = RankPool(system.cluster, PoolOptions(device="cuda", devices=0.5, see_all=True))
+    ranks = pool.start(rig.RANK, [{"rank": rank, "world": 2} for rank in range(2)])
+    try:
+        assert [rank.device for rank in ranks] == ["cuda:0", "cuda:0"]
+        pool.call("environment", [("CUDA_VISIBLE_DEVICES",), ("HANGRIG_HELD_DEVICES",)])
+        done = rig.until(lambda: len(pool.poll()[0]) == 2 and pool.poll()[0], "two answers")
+        assert done == {0: None, 1: "0"}
+    finally:
+        assert pool.stop(10.0) == []
+    with pytest.raises(ClusterError, match="2 ranks on cuda need 2 GPU, the cluster has 1"):
+        RankPool(system.cluster, PoolOptions(device="cuda")).start(rig.RANK, [{}, {}])
 
 
 def test_ranks_on_npus_get_an_environment_for_their_libraries(system: Rig, tmp_path: Path) -> None:

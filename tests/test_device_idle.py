@@ -121,6 +121,9 @@ class Ranks:
     target: Any = None
     discarded = 0
 
+    def broken(self) -> None:
+        """The cluster below them stands."""
+
     def discard(self, deadline_s: float) -> list[Any]:
         self.discarded += 1
         return []

@@ -30,6 +30,7 @@ from serving.model_config import ModelConfig, ModelError
 from serving.weights import stored_dtype, tensor_shapes
 
 _GIB = 2**30
+_LARGE = frozenset({"lite"})
 _POLL_S = 1e-3
 
 
@@ -66,11 +67,14 @@ class RankDevice:
         return open_device(self.kind, self.index, rank=rank, ledger=ledger, host_timeout_s=spec.timeout_s)
 
     def dtype(self, model: Mapping[str, Any]) -> torch.dtype:
-        """Of weights and activations: float32 in a simulation, where tokens are compared for equality; else what a
-        directory stores, bfloat16 for a preset."""
+        """Of weights and activations: float32 in a simulation and for the small presets, whose tokens are compared
+        for equality (a changed batch flips one now and then in bfloat16: DESIGN.md); else what a directory stores,
+        and bfloat16 for a preset of a real model's size."""
         if self.simulated:
             return torch.float32
-        return stored_dtype(Path(model["directory"])) if model.get("directory") else torch.bfloat16
+        if model.get("directory"):
+            return stored_dtype(Path(model["directory"]))
+        return torch.bfloat16 if model.get("preset") in _LARGE else torch.float32
 
     def check_room(self, config: ModelConfig, experts: range, dtype: torch.dtype) -> None:
         """Raises ModelError when a real device has less free memory than this rank's weights take."""
