@@ -13,7 +13,7 @@ from typing import Any
 from harness.gate.counting import ArmCount
 from harness.gate.decision import Gate
 from harness.gate.model import PAGEABLE, PINNED, Evidence, Need
-from harness.gate.needs import decided
+from harness.gate.needs import decided, share
 from reports import words
 from reports.compare import CompareError, compare_run
 
@@ -45,7 +45,9 @@ def render(gate: Gate) -> str:
     lines += ["", *_table(gate.needs), "", *_arms(gate.arms)]
     blamed = gate.blame
     label = " (simulation)" if blamed.simulation else ""
-    lines += ["", f"at fault{label}: {blamed.at_fault or 'cannot tell'}: {blamed.why}"]
+    wrong = any(need.verdict == "failed" for need in gate.needs)
+    told = blamed.at_fault or ("cannot tell" if wrong else "nothing shown")
+    lines += ["", f"at fault{label}: {told}: {blamed.why}"]
     if gate.missing:
         lines += ["", "missing:"]
         for command in dict.fromkeys(lack.command for lack in gate.missing):
@@ -73,7 +75,8 @@ def _arms(arms: Sequence[ArmCount]) -> list[str]:
     lines = []
     heads = dict.fromkeys((arm.pool, arm.others) for arm in arms)
     for pool, others in heads:
-        lines.append(f"{pool.scenario}, model {pool.model}, {others}:")
+        settings = f", set {' '.join(pool.settings)}" if pool.settings else ""
+        lines.append(f"{pool.scenario}, model {pool.model}, {others}{settings}:")
         for arm in arms:
             if (arm.pool, arm.others) == (pool, others):
                 left_out = "".join(f"; {number} left out: {why}" for why, number in arm.left_out.items())
@@ -106,7 +109,7 @@ def _hangs(gate: Gate, need: Need) -> str:
     figures = need.figures
     told = f"{figures['k']} of {figures['n']} trials of {figures['scenario']} (model {figures['model']}) hung"
     sure = words.percent(gate.wish.confidence)
-    return f"under retraction {told}, a rate below {words.percent(figures['at_most'])} at {sure}, one-sided"
+    return f"under retraction {told}, a rate below {share(figures['at_most'])} at {sure}, one-sided"
 
 
 def _litmus(need: Need) -> str:
@@ -125,9 +128,10 @@ def _tokens(need: Need) -> str:
 def _gain(need: Need) -> str:
     told = []
     for path, row in need.figures["ratios"].items():
-        interval = f"{row['ratio']:.2g} times as long, 95 %: {row['low']:.2g} to {row['high']:.2g}"
+        interval = f"{row['ratio']:.3g} times as long, 95 %: {row['low']:.3g} to {row['high']:.3g}"
         told.append(f"{path} takes {interval}{'' if decided(row) else ', undecided'}")
-    return f"{PINNED} against {PAGEABLE}, {words.listing(told, most=len(told))}"
+    of = words.listing(need.figures["of"])
+    return f"{PINNED} against {PAGEABLE} in {of}, {words.listing(told, most=len(told))}"
 
 
 def _fault(gate: Gate) -> str:

@@ -58,7 +58,7 @@ def blame_of_pool(trials: Sequence[Trial], confidence: float) -> Blame:
         why = f"{what}, nor when the source was copied first: the source is reused while its copy is pending"
         return Blame("pinning", why, tests, reuse=True)
     if any(one.shown for one in snapshot.values()):
-        return Blame("barrier", f"{what}, and a copied source does not cure it: the lost barrier", tests)
+        return Blame("barrier", f"{what}, and a copied source does not cure it", tests)
     if not any(trial.pinned == SNAPSHOT for trial in trials):
         why = f"{what}: the lost barrier, or a source that is reused behind it, which only {SNAPSHOT} would tell"
         return Blame("barrier", why, tests)

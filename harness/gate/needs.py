@@ -1,7 +1,6 @@
 """What a yes needs, each with its verdict: met, failed (a no) or missing, and what would supply it. Pure.
 
-The pool that counts is the one with most trials of ``pinned`` under pressure. Others cannot meet a need, but what
-goes wrong in them fails it.
+One pool counts (``Seen.main``). Others cannot meet a need, but what goes wrong in them fails it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.gate import commands
-from harness.gate.counting import counted, in_pools, pairs, token_comparison
+from harness.gate.counting import compared, counted, in_pools, token_comparison
 from harness.gate.model import (
     PAGEABLE,
     PINNED,
@@ -31,6 +30,8 @@ from harness.rates import at_least, at_most, percent, trials_for
 
 PATHS = ("next_token_copy", "bitmask_copy", "token_count_copy", "step")
 """What must have an interval: the paths of ``hangrig compare`` (CONTRACTS.md)."""
+_TRIALS = 10
+"""Enough for an interval of a ratio (`reports.statistics` wants 5 on a side)."""
 _UNDECIDED = "too-few-samples"
 _BOTH = 'arms.prefix_cache=["on","off"]'
 """Makes a second pageable arm, which a foreign engine's reference is not in."""
@@ -53,12 +54,16 @@ class Seen:
         return trials_for(self.wish.bound, self.wish.confidence)
 
     def main(self) -> tuple[Pool | None, list[Trial]]:
-        """The pool that counts, and its trials."""
-        pools = in_pools(self.trials)
-        members = next(iter(pools.values()), [])
+        """The pool that counts, and its trials: the first that has enough of all, else the largest."""
+        pools = list(in_pools(self.trials).values())
+        members = next(filter(self._enough, pools), pools[0] if pools else [])
         if not counted(members, PINNED)[1]:
             return None, []
         return members[0].pool, members
+
+    def _enough(self, members: Sequence[Trial]) -> bool:
+        number = self.trials_wanted
+        return counted(members, PINNED)[1] >= number <= len(compared(members, PINNED, PAGEABLE))
 
     def more(self, trials: int, settings: Sequence[str] = ()) -> str:
         """The command for ``trials`` more of each arm of the pool that counts, or the first of one."""
@@ -115,7 +120,7 @@ def litmus(seen: Seen) -> Need:
         again = commands.litmus(seen.device, 10 * shots if shots else None)
         return Need("litmus", "missing", told, wanted, figures, (Lack(f"litmus tests: {told}", again),))
     worst = max(at_most(0, test.n, seen.wish.confidence) for test in forbidden)
-    told = f"{len(forbidden)} of {len(forbidden)} Never with power, each below {percent(worst)} of shots"
+    told = f"{len(forbidden)} of {len(forbidden)} Never with power, each below {share(worst)} of shots"
     return Need("litmus", "met", told, wanted, figures)
 
 
@@ -170,9 +175,8 @@ def hangs(seen: Seen) -> Need:
     did.
     """
     wish, number = seen.wish, seen.trials_wanted
-    share = percent(wish.bound)
     wanted = (
-        f"no hang in {number} trials with pinned copies under retraction: a rate below {share} at "
+        f"no hang in {number} trials with pinned copies under retraction: a rate below {percent(wish.bound)} at "
         f"{percent(wish.confidence)}, one-sided"
     )
     pool, members = seen.main()
@@ -182,7 +186,7 @@ def hangs(seen: Seen) -> Need:
         "k": k, "n": n, "at_most": upper, "wanted_trials": number, "hung": _hung(seen.trials),
         "scenario": None if pool is None else pool.scenario, "model": None if pool is None else pool.model,
     }  # fmt: skip
-    found = f"{k} of {n} hung" + (f": a rate below {percent(upper)}" if n else "")
+    found = f"{k} of {n} hung" + (f": a rate below {share(upper)}" if n else "")
     failures: list[tuple[str, list[Trial]]] = []
     doubts: list[tuple[str, list[Trial]]] = []
     for trials in in_pools(seen.trials).values():
@@ -237,7 +241,7 @@ def tokens(seen: Seen) -> Need:
     wanted = f"in {number} pairs of seeds, differences no more often than between pageable trials"
     pool, members = seen.main()
     found = token_comparison(members, PINNED, PAGEABLE, alpha)
-    noise = any(b.tokens_differ for _, b in pairs(members, PINNED, PAGEABLE) if b.compared)
+    noise = any(b.tokens_differ for _, b in compared(members, PINNED, PAGEABLE))
     figures = {
         "pairs": found.n, "more": found.k, "fewer": found.against_k, "p": found.p, "wanted_pairs": number,
         "pageable_differ": noise,
@@ -268,7 +272,7 @@ def tokens(seen: Seen) -> Need:
 def latency(seen: Seen) -> Need:
     """The gain is measured: a ratio with its interval for each path. How large it is decides nothing."""
     wanted = f"median of {PINNED} over {PAGEABLE} with its interval: {', '.join(PATHS)}"
-    pool, _ = seen.main()
+    pool, members = seen.main()
     runs = {trial.run for trial in seen.trials if pool is not None and trial.pool.key == pool.key}
     best: dict[str, Document] = {}
     source = None
@@ -277,7 +281,8 @@ def latency(seen: Seen) -> Need:
         rows = ratios(one.latency or {})
         if len(rows) > len(best):
             best, source = rows, one.path
-    figures = {"run": source, "ratios": {path: dict(row) for path, row in best.items()}}
+    of = {f"{trial.pool.scenario} (model {trial.pool.model})" for trial in seen.trials if trial.run == source}
+    figures = {"run": source, "of": sorted(of), "ratios": {path: dict(row) for path, row in best.items()}}
     told = ", ".join(
         f"{path} {row['ratio']:.3g} ({row['low']:.3g} to {row['high']:.3g})" for path, row in best.items()
     )
@@ -285,11 +290,10 @@ def latency(seen: Seen) -> Need:
     if lacking:
         told = f"{told}; nothing for {', '.join(lacking)}" if told else "not measured"
         what = f"the ratio of {PINNED} and {PAGEABLE} for {', '.join(lacking)}"
-        short = seen.trials_wanted - counted(seen.main()[1], PINNED)[1]
-        if short >= 10:  # the trials that are missing anyway bring it along
-            command = seen.more(short)
-        else:
-            command = commands.run(seen.device, 10, scenario=commands.LATENCY_SCENARIO)
+        if pool is not None and pool.foreign:  # it does not time each path; the built-in engine does
+            command = commands.run(seen.device, _TRIALS, scenario=commands.LATENCY_SCENARIO)
+        else:  # where trials are missing anyway, these bring it along
+            command = seen.more(max(seen.trials_wanted - counted(members, PINNED)[1], _TRIALS))
         return Need("latency", "missing", told, wanted, figures, (Lack(what, command),))
     return Need("latency", "met", told, wanted, figures)
 
@@ -303,6 +307,11 @@ def ratios(document: Mapping[str, Any]) -> dict[str, Document]:
         if row.get("path") in PATHS and row.get("against") == PAGEABLE and ratio and ratio["low"] is not None:
             found[str(row["path"])] = ratio
     return found
+
+
+def share(bound: float) -> str:
+    """A bound with three digits: ``0.997 %`` is below 1 %, and 1 % is not."""
+    return f"{100.0 * bound:.3g} %"
 
 
 def decided(ratio: Document) -> bool:
