@@ -564,6 +564,8 @@ def litmus_command(
     """Small stream programs under stress: does a device order copies, events and graph updates as promised?"""
     from harness.litmus.command import LitmusError, LitmusRequest, run_litmus
 
+    if only is not None and not words(only):
+        fail_usage("--only: names no program; give names such as copy-race, or leave it out for all of them")
     try:
         request = LitmusRequest(device, model, iterations, seed, words(only), tuple(defect or ()), out)
         done = run_litmus(request, say, allow_skip=allow_skip)

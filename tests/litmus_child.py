@@ -1,7 +1,8 @@
 """A process of the litmus tests whose programs do what the environment asks: LITMUS_TEST is JSON, name to deed.
 
 Deeds: ``never`` shows nothing, ``hang`` sleeps in the shot of number 1, ``die`` kills the process there, ``raise``
-raises there, ``foreign`` finds a value that nobody wrote. Programs that are not named are the real ones.
+raises there, ``foreign`` finds a value that nobody wrote. Programs that are not named are the real ones. With
+LITMUS_ONCE, a path, only the first process starts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import signal
 import threading
+from pathlib import Path
 
 from harness.litmus.catalogue import PROGRAMS
 from harness.litmus.child import main
@@ -44,4 +46,6 @@ def doing(deed: str) -> type[Copied]:
 
 if __name__ == "__main__":
     deeds = json.loads(os.environ["LITMUS_TEST"])
+    if once := os.environ.get("LITMUS_ONCE"):
+        Path(once).touch(exist_ok=False)
     main({**PROGRAMS, **{name: doing(deed) for name, deed in deeds.items()}})

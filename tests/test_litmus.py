@@ -200,6 +200,20 @@ def test_processes_that_cannot_start_leave_everything_unknown(tmp_path: Path) ->
     assert "no driver" in lines(done)["copy-race"].why
 
 
+def test_what_was_shot_before_the_processes_failed_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deeds(monkeypatch, copy_then_kernel="die")
+    monkeypatch.setenv("LITMUS_ONCE", str(tmp_path / "once"))
+    done = run(tmp_path, "copy-then-kernel,copy-event-kernel", command=FAKE)
+    assert {name: line.verdict for name, line in lines(done).items()} == {
+        "copy-race": "pass",
+        "copy-then-kernel": "fail",
+        "copy-event-kernel": "unknown",
+    }
+    assert "FileExistsError" in lines(done)["copy-event-kernel"].why
+
+
 PARENT = """
 import sys
 from pathlib import Path

@@ -29,6 +29,7 @@ def hangrig(*words: str) -> Result:
         (("--device", "cuda", "--defect", "D3"), "switched on in sim alone"),
         (("--defect", "D9"), "allowed: D1, D2, D3, D4"),
         (("--only", "copy-race,nonsense"), "--only nonsense: no such program"),
+        (("--only", " ,"), "--only: names no program"),
         (("--only", "tensor-freed"), "--only tensor-freed: no such program here"),
         (("--iterations", "0"), "--iterations"),
     ],

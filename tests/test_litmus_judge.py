@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from harness.litmus.catalogue import PROGRAMS
@@ -86,3 +89,16 @@ def test_every_program_has_rules_for_each_model_and_a_control_that_gives_it_powe
     for family, control in TUNED_BY.items():
         assert PROGRAMS[control].family == family
     assert {program.family for program in PROGRAMS.values()} == set(TUNED_BY)
+
+
+def test_the_page_tells_every_program_as_the_rules_have_it() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "litmus.md").read_text()
+    sections = dict(re.findall(r"^### ([\w-]+)\n(.*?)(?=^##)", page, re.MULTILINE | re.DOTALL))
+    assert list(sections) == list(PROGRAMS)
+    words = {"forbidden": "forbidden", "control": "allowed, and must be seen", "observed": "either way"}
+    for name, section in sections.items():
+        assert f"| a hit means | {RULES[name].means} |" in section
+        assert f"| counted | {', '.join(PROGRAMS[name].watched)}" in section
+        for model, rule in RULES[name].by_model.items():
+            row = f"{words[rule.kind]} | {rule.source} |"
+            assert f"| {row}" in section or f"| {model}: {row}" in section

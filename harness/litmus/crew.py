@@ -134,7 +134,9 @@ class Crew:
         self._start_s = start_s
         self._command = command
         self._members: list[_Member] = []
-        self._fresh: set[tuple[str, str, Stress]] = set()
+        self._set_up: tuple[str, str, Stress] | None = None
+        """The program that the members have set up."""
+        self._meeting_place: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Crew:
         return self
@@ -164,7 +166,10 @@ class Crew:
         for member in self._members:
             member.end()
         self._members.clear()
-        self._fresh.clear()
+        self._set_up = None
+        if self._meeting_place is not None:
+            self._meeting_place.cleanup()
+            self._meeting_place = None
 
     def _piece(self, order: Order, first: int, count: int) -> Iterator[Shot]:
         told = {
@@ -176,9 +181,9 @@ class Crew:
         }
         for member in self._members:
             member.tell(told)
-        key = (order.program, order.space, order.stress)
-        setup_s = 0.0 if key in self._fresh else self._start_s
-        self._fresh.add(key)
+        wanted = (order.program, order.space, order.stress)
+        setup_s = 0.0 if wanted == self._set_up else self._start_s
+        self._set_up = wanted
         for number in range(first, first + count):
             shot = self._one(number, setup_s)
             setup_s = 0.0
@@ -204,13 +209,15 @@ class Crew:
 
     def _start(self) -> None:
         until_s = time.monotonic() + self._start_s
-        with tempfile.TemporaryDirectory(prefix="hangrig-litmus-") as folder:
-            request = replace(self._request, parent=os.getpid(), rendezvous=str(Path(folder) / "rendezvous"))
-            for rank in range(request.ranks):
-                log = self._logs / f"rank{rank}.log"
-                self._members.append(_Member(self._command, replace(request, rank=rank), log))
-            for member in self._members:
-                self._await_ready(member, until_s)
+        # Kept until the end: a process group may look into its store as long as it lives.
+        self._meeting_place = tempfile.TemporaryDirectory(prefix="hangrig-litmus-")
+        rendezvous = str(Path(self._meeting_place.name) / "rendezvous")
+        request = replace(self._request, parent=os.getpid(), rendezvous=rendezvous)
+        for rank in range(request.ranks):
+            log = self._logs / f"rank{rank}.log"
+            self._members.append(_Member(self._command, replace(request, rank=rank), log))
+        for member in tuple(self._members):
+            self._await_ready(member, until_s)
 
     def _await_ready(self, member: _Member, until_s: float) -> None:
         try:

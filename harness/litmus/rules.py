@@ -1,7 +1,7 @@
 """What the memory models say of each program's watched outcome: forbidden, a control, or only told.
 
-``forbidden``: an engine may rely on never seeing it, and a source says so. ``control``: the order is left open on
-purpose; where it is never seen, the stress has no power and silence of the programs beside it says nothing.
+``forbidden``: engines rely on never seeing it, and the source says with what right. ``control``: the order is left
+open on purpose; where it is never seen, the stress has no power and silence beside it says nothing.
 ``observed``: neither promised nor needed, but worth knowing.
 
 The sources are public documents; what they say is put in our words. ``cuda`` is the model of CUDA, ``cann`` that of
@@ -53,9 +53,9 @@ _EVENT_CANN = (
     "(Ascend/pytorch, NPUEvent.cpp), else as events that must be reset first"
 )
 _PAGEABLE_CUDA = (
-    "CUDA Runtime API, API synchronization behavior: pageable memory is staged before the call returns. Since CUDA "
-    "12 the text only says so of memory that must be staged: where the device reads host page tables (Grace) a "
-    "hit is possible"
+    "PyTorch relies on it: a pageable source may be gone right after a non_blocking copy, since only pinned blocks "
+    "get an event (CachingHostAllocator). CUDA's own text (API synchronization behavior) says that pageable memory "
+    "is staged and leaves open when; where the device reads host page tables (Grace) a hit is possible"
 )
 _PAGEABLE_CANN = (
     "CANN, aclrtMemcpyAsync: returns after the copy where host memory is not page-locked. torch_npu calls it on "

@@ -74,11 +74,9 @@ class Findings:
         return exit_status(self.lines)
 
 
-def programs_for(
-    request: LitmusRequest, programs: Mapping[str, type[Program]] = PROGRAMS
-) -> tuple[type[Program], ...]:
+def programs_for(request: LitmusRequest) -> tuple[type[Program], ...]:
     """What ``request`` asks for, with the controls that give it power. Raises LitmusError for unknown names."""
-    here = {name: program for name, program in programs.items() if request.device in program.devices}
+    here = {name: program for name, program in PROGRAMS.items() if request.device in program.devices}
     asked = chosen_names(request.only, list(here))
     needed = {control for name in asked for control in RULES[name].shown_by}
     needed |= {TUNED_BY[here[name].family] for name in asked}
@@ -111,6 +109,7 @@ def run_session(
         if ranks > 1:
             platform["backend"] = child.backend
             platform["shared"] = child.shared
+        left = list(theirs)
         with Crew(child, logs, table.start_s, command) as crew:
             try:
                 for program in theirs:
@@ -120,9 +119,10 @@ def run_session(
                     stress = tuned[program.family].choice.stress
                     _count(crew, program, stress, counted[program.name], table)
                     tell(f"{program.name}: {_outcomes(counted[program.name])}")
+                    left.remove(program)
             except CrewError as error:
                 tell(str(error))
-                for program in theirs:
+                for program in left:
                     counted[program.name].errors.append(str(error))
             platform |= crew.facts
     lines = judge({program.name: program for program in wanted}, counted, request.memory_model)
@@ -152,7 +152,9 @@ def _tune(crew: Crew, family: str, request: LitmusRequest, table: DeviceTable) -
     program = PROGRAMS[control]
     signs = watched(program, RULES[control].by_model[request.memory_model])
     tried = []
-    for stress in table.candidates():
+    # Two ranks cross their collectives by the order of their calls, not in a window that a delay could widen.
+    candidates = table.candidates() if program.ranks == 1 else table.candidates()[-1:]
+    for stress in candidates:
         order = Order(control, "tune", stress, table.shots, table.budget_s)
         shots = list(crew.shoot(order))
         tried.append(Tried(stress, sum(shot.outcome in signs for shot in shots), len(shots)))
