@@ -293,6 +293,9 @@ def run_command(
     time_budget: Annotated[
         str | None, typer.Option(metavar="2h", help="Starts no trial that would not end in it.")
     ] = None,
+    stop: Annotated[
+        str | None, typer.Option(metavar="sprt[:TOGGLE]", help="Ends when the arms' difference is settled.")
+    ] = None,
     baseline: Annotated[
         str | None, typer.Option(metavar="RUN|last-pass", help="Worse than that run is a failure.")
     ] = None,
@@ -322,6 +325,7 @@ def run_command(
         allow_skip=allow_skip,
         json=as_json,
         time_budget_s=None if time_budget is None else parse_duration_s(time_budget),
+        stop=stop,
         baseline=baseline,
         fault_files=tuple(path.absolute() for path in faults or ()),
         known_issues=known_issues_here(known_issues),

@@ -42,6 +42,8 @@ class RunRequest:
     json: bool = False
     """Nothing but the report may go to standard output."""
     time_budget_s: float | None = None
+    stop: str | None = None
+    """``sprt`` or ``sprt:TOGGLE`` (`harness.sequential`): ends the run when its questions are settled."""
     fault_files: tuple[Path, ...] = ()
     """Python files that register faults; they have been loaded here, and every rank loads them too."""
     known_issues: Mapping[str, Any] | None = None

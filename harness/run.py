@@ -30,6 +30,7 @@ from harness.request import LAST_PASS, BadRequest, RunOutcome, RunRequest
 from harness.run_list import definitions, last_pass, runs_in
 from harness.scenario import from_record, record
 from harness.scenario_model import Scenario
+from harness.sequential import RULE, Sequential, StopError
 from harness.session import Job, Session, context, reference_path
 from harness.store import RunStore, StoreError, read_run, write_json
 from harness.target import TargetError, find_target
@@ -129,6 +130,7 @@ def execute(
     """Runs the trials of the jobs; returns the run's directory. ``extra``: more for run.json."""
     for job, arms in planned:
         _validate(job, arms, request)
+    _stopping(request, planned)
     if request.ray_address is not None:
         try:
             check_address(request.ray_address)
@@ -159,6 +161,7 @@ def execute(
         "fault_files": [path.name for path in request.fault_files],
         "allow_skip": request.allow_skip,
         "time_budget_s": request.time_budget_s,
+        "stop": request.stop,
         "known_issues": request.known_issues,
         **(extra or {}),
         "driver": {"pid": own.pid, "start_time_ticks": own.start_time_ticks},
@@ -171,12 +174,14 @@ def execute(
         store.keep_fault_file(path)
     error: str | None = None
     left_out: tuple[str, ...] = ()
+    stopping = _stopping(request, planned)
     absent = _absent(request)
     try:
         if absent is not None:
             _skip(store, planned, absent, simulation)
         else:
-            left_out = Session(request, store, simulation, view=view).run([job for job, _ in planned])
+            session = Session(request, store, simulation, view=view, stopping=stopping)
+            left_out = session.run([job for job, _ in planned])
     except KeyboardInterrupt:
         pass  # what was not run is planned and missing, so the report says unknown
     except (ClusterError, StoreError) as failure:
@@ -184,7 +189,8 @@ def execute(
     except Exception as failure:  # hangrig's own error must not cost the reports of what was run
         error = f"{type(failure).__name__}: {failure}"
         traceback.print_exc(file=sys.stderr)
-    store.finish(left_out=list(left_out), **({} if error is None else {"error": error}))
+    said = None if stopping is None else stopping.to_json()
+    store.finish(left_out=list(left_out), stopping=said, **({} if error is None else {"error": error}))
     return store.path
 
 
@@ -232,6 +238,19 @@ def _devices_for_all(scenario: Scenario, device: str) -> None:
             f"{scenario.name}: target.ranks = {ranks}, each of which needs an NPU of its own, and this machine has "
             f"{count}; use --set target.ranks={count}, or --ray-address of a cluster that has more"
         )
+
+
+def _stopping(request: RunRequest, planned: Sequence[_Job]) -> Sequential | None:
+    """Raises BadRequest for a rule that does not fit the scenarios."""
+    if request.stop is None:
+        return None
+    rule, _, toggle = request.stop.partition(":")
+    if rule != RULE:
+        raise BadRequest(f"--stop {request.stop!r}: there is {RULE} and {RULE}:TOGGLE")
+    try:
+        return Sequential.of([job.trials for job, _ in planned], toggle or None)
+    except StopError as error:
+        raise BadRequest(str(error)) from error
 
 
 def _drivers() -> dict[str, str]:

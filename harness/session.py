@@ -42,6 +42,7 @@ from harness.ranks import Ranks
 from harness.renewal import LostGroundError, renewable
 from harness.request import RunRequest
 from harness.scenario_model import Scenario
+from harness.sequential import Sequential
 from harness.store import RunStore, TrialStore, safe_name, write_json
 from harness.target import RankProcess, TargetError, TrialSpec
 from harness.time_budget import TimeBudget, rounds
@@ -121,6 +122,8 @@ class Session:
     interrupts: Interrupts = field(default_factory=Interrupts)
     view: LiveView | None = None
     """Shows the trials; one of the session's own where none is given."""
+    stopping: Sequential | None = None
+    """Ends the run when its questions are settled."""
     _references: set[Path] = field(default_factory=set)
     _dirty: str | None = None
     idle: IdleDevices | None = None
@@ -135,8 +138,8 @@ class Session:
     """Of the newest ranks of each target."""
 
     def run(self, jobs: Sequence[Job]) -> tuple[str, ...]:
-        """Returns the ids of the trials that the time budget left out. Raises ClusterError when nothing could be
-        started."""
+        """Returns the ids of the trials that the time budget or the stopping rule left out. Raises ClusterError
+        when nothing could be started."""
         total = sum(len(job.trials) for job in jobs)
         view = self.view or LiveView(total)
         budget = TimeBudget(self.request.time_budget_s)
@@ -147,8 +150,9 @@ class Session:
         self._look_at_devices(view)
         standing = renewable(lambda: self._up(world, view), lambda up: up[1].broken(), view.line)
         with self.interrupts.held(), standing as whole:
-            for trials in rounds([job.trials for job in jobs], self.request.time_budget_s):
-                full = bool(left_out)  # a later round would give some arms two trials more than others
+            for trials in rounds([job.trials for job in jobs], whole=self.whole_rounds):
+                # A later round would give some arms two trials more than others.
+                full = bool(left_out) or (self.stopping is not None and self.stopping.over)
                 for place, plan in trials:
                     if self.interrupts.count:
                         view.line("stopped early: the remaining trials were not run")
@@ -157,18 +161,28 @@ class Session:
                         left_out.append(plan.id)
                         continue
                     scenario, started_s = jobs[place].scenario, time.monotonic()
-                    begun = False
+                    outcome, begun = "unknown", False
                     while not begun:
                         agents, ranks = whole()
                         with contextlib.suppress(LostGroundError):  # raised so often, ``whole`` gives up
-                            self._trial(
+                            outcome = self._trial(
                                 scenario, plan, agents, ranks, view, compared=plan.seed in compared[place]
                             )
                             begun = True
+                    if self.stopping is not None:
+                        self.stopping.observe(plan, outcome)
                     budget.took(plan, time.monotonic() - started_s)
         if left_out:
-            view.line(f"the time budget is used up: {len(left_out)} of {total} planned trials were not run")
+            why = "the time budget is used up"
+            if self.stopping is not None and self.stopping.over:
+                why = "more trials would settle nothing"
+            view.line(f"{why}: {len(left_out)} of {total} planned trials were not run")
         return tuple(left_out)
+
+    @property
+    def whole_rounds(self) -> bool:
+        """A run that may end early gives all arms the same number of trials."""
+        return self.request.time_budget_s is not None or self.stopping is not None
 
     # Up and down -----------------------------------------------------------------------------------------
 
@@ -284,8 +298,8 @@ class Session:
         view: LiveView,
         *,
         compared: bool,
-    ) -> None:
-        """``compared``: tokens of this seed are held against those of an undisturbed trial."""
+    ) -> str:
+        """Its outcome. ``compared``: tokens of this seed are held against those of an undisturbed trial."""
         store = self.store.trial(plan.id)
         reference = reference_path(self.store.path, scenario.name, plan.seed)
         facts: dict[str, Any]
@@ -338,6 +352,8 @@ class Session:
         store.event("judged", outcome=document["outcome"], verdict=document["verdict"])
         view.judged(store.path)
         view.end(_one_line(document))
+        outcome: str = document["outcome"]
+        return outcome
 
     def _sharing_notes(self, scenario: Scenario) -> list[str]:
         count = self._sharing(scenario)

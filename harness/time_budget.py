@@ -18,10 +18,11 @@ Round: TypeAlias = list[tuple[int, TrialPlan]]
 """Trials with the index of the job that each is of."""
 
 
-def rounds(jobs: Sequence[Sequence[TrialPlan]], budget_s: float | None) -> list[Round]:
-    """The trials of all jobs in running order. Without a budget there is one round: job after job, as planned."""
+def rounds(jobs: Sequence[Sequence[TrialPlan]], *, whole: bool) -> list[Round]:
+    """The trials of all jobs in running order. ``whole``: a round has one trial of each arm; else there is one
+    round, job after job, as planned."""
     planned = [(place, plan) for place, trials in enumerate(jobs) for plan in trials]
-    if budget_s is None:
+    if not whole:
         return [planned]
     indices = sorted({plan.index for _, plan in planned})
     return [[one for one in planned if one[1].index == index] for index in indices]

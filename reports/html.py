@@ -25,7 +25,7 @@ from reports.hang_text import heading
 from reports.injected import Injected, injected
 from reports.known import new_issues, web_address
 from reports.model import Result, TrialResult
-from reports.run_text import time_budget
+from reports.run_text import stopping, time_budget
 from reports.timeline import timeline
 from reports.toggles import toggle_rows
 
@@ -76,6 +76,7 @@ def render(result: Result, stored: StoredRun) -> str:
             result=result,
             corpus=corpus.page(stored),
             time_budget=time_budget(result),
+            stopping=stopping(result),
             baseline=[] if result.baseline is None else baseline.lines(result.baseline),
             hangs=groups,
             heading=heading(group.first.trial for group in groups),

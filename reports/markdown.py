@@ -12,7 +12,7 @@ from reports import baseline, words
 from reports.hang_text import diagnosis_lines, hang_groups, heading
 from reports.known import new_issues, web_address
 from reports.model import ArmResult, Recognition, Result
-from reports.run_text import time_budget
+from reports.run_text import stopping, time_budget
 from reports.toggles import toggle_rows
 
 _BARE_PIPE = re.compile(r"(?<!\\)\|")
@@ -60,6 +60,13 @@ def render(result: Result) -> str:
     ]
     if told := time_budget(result):
         lines += [f"> **Time budget.** {escape(told)}.", ""]
+    if answers := stopping(result):
+        lines += [
+            f"**Stopping rule:** {escape(answers[0])}.",
+            "",
+            *(f"- {escape(one)}" for one in answers[1:]),
+            "",
+        ]
     for scenario in result.scenarios:
         lines += [f"## {escape(scenario.name)}: {scenario.verdict}", ""]
         head = ("arm", "hang expected", "hung", "95 % interval", "tokens differ", "verdict", "why")

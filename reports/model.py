@@ -226,7 +226,7 @@ class ArmResult:
     planned: int = 0
     """Trials that the run planned for it, with those that were left out or never ran."""
     left_out: int = 0
-    """Planned trials that the time budget left no time for."""
+    """Planned trials that the time budget or the stopping rule left out."""
 
     @property
     def name(self) -> str:
@@ -338,9 +338,16 @@ class Result:
     """What must be known of the probe in a foreign engine."""
     time_budget_s: float | None = None
     left_out: tuple[str, ...] = ()
-    """Planned trials that the time budget left no time for; they are not in ``never_run``."""
+    """Planned trials that the time budget or the stopping rule left out; they are not in ``never_run``."""
+    stopping: tuple[tuple[str, str, str], ...] = ()
+    """Of ``--stop``: each question, how it stands (open, decided, never) and the answer in words."""
     baseline: Baseline | None = None
     """None where no baseline was asked for."""
+
+    @property
+    def settled(self) -> bool:
+        """More trials would have settled nothing of what was asked with ``--stop``."""
+        return bool(self.stopping) and all(standing != "open" for _, standing, _ in self.stopping)
 
     @property
     def arms(self) -> tuple[ArmResult, ...]:
@@ -368,6 +375,10 @@ class Result:
             "never_run": list(self.never_run),
             "time_budget_s": self.time_budget_s,
             "left_out": list(self.left_out),
+            "stopping": [
+                {"question": question, "standing": standing, "words": said}
+                for question, standing, said in self.stopping
+            ],
             "baseline": None if self.baseline is None else self.baseline.to_json(),
             "problems": list(self.problems),
             "engine_notes": list(self.engine_notes),

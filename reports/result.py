@@ -53,6 +53,9 @@ def build(stored: StoredRun, *, allow_skip: bool = False) -> Result:
         arm = arms.setdefault((planned.scenario, arm_name(planned.arm)), _Arm(planned.arm))
         arm.never_run += trial_id not in said
         arm.left_out += trial_id in said
+    stopping = _stopping(run)
+    if stopping and all(standing != "open" for _, standing, _ in stopping):
+        plan.leaver = "the stopping rule"
     scenarios = _scenarios(arms, plan)
     error = fields.optional_text(run, "error")
     unfinished = () if stored.finished else ("run.json: the run never finished",)
@@ -71,7 +74,7 @@ def build(stored: StoredRun, *, allow_skip: bool = False) -> Result:
         ),
         headline=f"Hangrig's own error: {error}"
         if error
-        else _headline(verdict, scenarios, never_run, problems),
+        else _headline(verdict, scenarios, never_run, problems, plan.leaver),
         seed=fields.integer(run, "seed"),
         device=fields.text(run, "device", "unknown"),
         simulation=_is_simulation(run),
@@ -88,6 +91,16 @@ def build(stored: StoredRun, *, allow_skip: bool = False) -> Result:
         engine_notes=_engine_notes(run, [trial for arm in arms.values() for trial in arm.trials]),
         time_budget_s=fields.number(run, "time_budget_s"),
         left_out=left_out,
+        stopping=stopping,
+    )
+
+
+def _stopping(run: Document) -> tuple[tuple[str, str, str], ...]:
+    """What run.json has of ``--stop``: question, standing, answer."""
+    rows = fields.rows(fields.table(run, "stopping"), "answers")
+    return tuple(
+        (fields.text(row, "question", "?"), fields.text(row, "standing", "open"), fields.text(row, "words"))
+        for row in rows
     )
 
 
@@ -131,6 +144,8 @@ class _Plan:
 
     arms: dict[tuple[str, str], Document] = field(default_factory=dict)
     trials: dict[str, _Planned] = field(default_factory=dict)
+    leaver: str = "the time budget"
+    """What left out planned trials, if any were."""
 
 
 @dataclass(slots=True)
@@ -256,7 +271,7 @@ def _scenarios(arms: Mapping[tuple[str, str], _Arm], plan: _Plan) -> tuple[Scena
         if planned is not None and fields.optional_text(planned, "same_as") and not arm.trials:
             twins.append(key)
         else:
-            built[key] = _arm(key[0], arm, planned)
+            built[key] = _arm(key[0], arm, planned, plan.leaver)
     for key in twins:
         built[key] = _twin(key[0], arms[key], plan.arms[key], built)
     names = dict.fromkeys(name for name, _ in arms)
@@ -267,13 +282,13 @@ def _scenarios(arms: Mapping[tuple[str, str], _Arm], plan: _Plan) -> tuple[Scena
     return tuple(scenarios)
 
 
-def _arm(scenario: str, arm: _Arm, planned: Document | None) -> ArmResult:
+def _arm(scenario: str, arm: _Arm, planned: Document | None, leaver: str) -> ArmResult:
     trials = arm.trials
     # A trial's own expectation comes first: it is what its checkers judged by.
     stated = [trial.expectation for trial in trials if trial.target != "unknown"]
     fallback = _planned_expectation(planned) if planned is not None else Expectation()
     expectation = stated[0] if stated else fallback
-    finding = verdicts.judge_arm(expectation, trials, arm.never_run, arm.left_out)
+    finding = verdicts.judge_arm(expectation, trials, arm.never_run, arm.left_out, leaver)
     hangs, corrupt = verdicts.hang_rate(trials), verdicts.corrupt_rate(trials)
     samples = _samples(trials)
     return ArmResult(
@@ -361,8 +376,9 @@ def _headline(
     scenarios: Sequence[ScenarioResult],
     never_run: Sequence[str],
     problems: Sequence[str],
+    leaver: str,
 ) -> str:
-    """The verdict in one sentence."""
+    """The verdict in one sentence. ``leaver``: what left out planned trials, if any were."""
     arms = [arm for scenario in scenarios for arm in scenario.arms]
     trials = [trial for arm in arms for trial in arm.trials]
     if verdict == "pass":
@@ -371,7 +387,7 @@ def _headline(
         slow = sum(arm.slow for arm in arms)
         tail += f"; {count(slow, 'trial was', 'trials were')} slow" if slow else ""
         left_out = sum(arm.left_out for arm in arms)
-        tail += f"; the time budget left out {left_out} more" if left_out else ""
+        tail += f"; {leaver} left out {left_out} more" if left_out else ""
         return f"{count(len(trials), 'trial')} in {count(len(arms), 'arm')} behaved as expected{tail}."
     guilty = [arm for arm in arms if arm.verdict == verdict and arm.same_as is None]
     if guilty:

@@ -17,7 +17,7 @@ from reports import baseline, words
 from reports.hang_text import diagnosis_lines, hang_groups
 from reports.known import new_issues
 from reports.model import Result, ScenarioResult
-from reports.run_text import time_budget
+from reports.run_text import stopping, time_budget
 from reports.toggles import toggle_rows
 
 _STYLES = {"pass": "green", "fail": "bold red", "unknown": "yellow", "skipped": "dim"}
@@ -65,6 +65,8 @@ def show(result: Result, stream: IO[str]) -> None:
         )
     if told := time_budget(result):
         console.print(Text(f"time budget: {told}", style="yellow"))
+    for line in stopping(result):
+        console.print(Text(printable(line), style="yellow"))
     for line in [] if result.baseline is None else baseline.lines(result.baseline):
         console.print(Text(printable(line), style="yellow"))
     for trial in result.never_run:

@@ -53,20 +53,22 @@ def exit_status(verdict: Verdict, *, allow_skip: bool, internal_error: bool) -> 
 
 
 def judge_arm(
-    expectation: Expectation, trials: Sequence[TrialResult], never_run: int = 0, left_out: int = 0
+    expectation: Expectation,
+    trials: Sequence[TrialResult],
+    never_run: int = 0,
+    left_out: int = 0,
+    leaver: str = "the time budget",
 ) -> Finding:
     """The arm's verdict: the first failing rule, else the first unknown one, else what was seen.
 
-    ``never_run`` counts planned trials of this arm that left no directory. ``left_out`` counts those that the time
-    budget left no time for: the others are judged by their own interval, and the reason says how many they were.
+    ``never_run`` counts planned trials of this arm that left no directory. ``left_out`` counts those that
+    ``leaver`` left out: the others are judged by their own interval, and the reason says how many they were.
     """
     ran = [trial for trial in trials if trial.verdict != "skipped"]
     finding = _judge_arm(expectation, trials, ran, never_run)
     if not left_out:
         return finding
-    why = (
-        f"the time budget left out {left_out} of {count(left_out + len(trials) + never_run, 'planned trial')}"
-    )
+    why = f"{leaver} left out {left_out} of {count(left_out + len(trials) + never_run, 'planned trial')}"
     return Finding(finding.verdict, f"{finding.why}; {why}")
 
 

@@ -64,14 +64,14 @@ def counts(plans: Sequence[TrialPlan]) -> dict[tuple[str, str], int]:
 
 def test_without_a_budget_jobs_run_one_after_the_other() -> None:
     jobs = planned(SCENARIOS, 2)
-    (only,) = rounds(jobs, None)
+    (only,) = rounds(jobs, whole=False)
     assert [plan for _, plan in only] == [plan for trials in jobs for plan in trials]
     assert [place for place, _ in only] == sorted(place for place, _ in only)
 
 
 def test_with_one_every_arm_of_every_scenario_has_its_turn_in_each_round() -> None:
     jobs = planned(SCENARIOS, 3)
-    found = rounds(jobs, 60.0)
+    found = rounds(jobs, whole=True)
     assert len(found) == 3
     arms = set(counts([plan for trials in jobs for plan in trials]))
     for number, trials in enumerate(found):
