@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.rates import CONFIDENCE, more_often
+from harness.rates import CONFIDENCE, Rate, more_often
 from harness.store import StoredRun, read_run
 from reports import result, words
 from reports.fields import Document
@@ -138,23 +138,30 @@ def _pairs(
 
 
 def _rates(pairs: Sequence[_Pair]) -> None:
-    for what, of in (("hangs", "hangs"), ("trials with other tokens", "corrupt")):
-        tested = []
-        for pair in pairs:
-            before, after = getattr(pair.before, of), getattr(pair.after, of)
-            if before.k + after.k:  # where nothing ever happened no test can find more of it
-                tested.append((more_often(after.k, after.n, before.k, before.n), pair, before, after))
-        for _, pair, before, after in _holm(tested):
+    for what, of in (("hangs", _hangs), ("trials with other tokens", _corrupt)):
+        # Where nothing ever happened no test can find more of it.
+        tested = [(pair, *sides) for pair in pairs if (sides := of(pair))[0].k + sides[1].k]
+        p_values = [more_often(after.k, after.n, before.k, before.n) for _, before, after in tested]
+        for place in significant(p_values):
+            pair, before, after = tested[place]
             pair.reasons.append(f"{what} went from {words.k_of_n(before)} to {words.k_of_n(after)}")
 
 
-def _holm(tested: list[Any]) -> list[Any]:
-    """Of tests as (p, ...) those that are significant together: Holm's step-down procedure (1979), which keeps the
-    chance of any false one at 1 - CONFIDENCE however many arms there are."""
-    ordered = sorted(tested, key=lambda one: one[0])
-    for place, one in enumerate(ordered):
-        if one[0] >= (1.0 - CONFIDENCE) / (len(ordered) - place):
-            return ordered[:place]
+def _hangs(pair: _Pair) -> tuple[Rate, Rate]:
+    return pair.before.hangs, pair.after.hangs
+
+
+def _corrupt(pair: _Pair) -> tuple[Rate, Rate]:
+    return pair.before.corrupt, pair.after.corrupt
+
+
+def significant(p_values: Sequence[float]) -> list[int]:
+    """Places of the tests that are significant together, by Holm's step-down procedure (Scandinavian Journal of
+    Statistics 6, 1979): any false one among them has a chance of 1 - CONFIDENCE, however many tests there are."""
+    ordered = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    for rank, place in enumerate(ordered):
+        if p_values[place] >= (1.0 - CONFIDENCE) / (len(ordered) - rank):
+            return ordered[:rank]
     return ordered
 
 

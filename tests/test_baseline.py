@@ -16,7 +16,7 @@ from harness import run as run_room
 from harness.cli import app
 from harness.store import RunStore, load_schema
 from reports import write_all
-from reports.compare_runs import compare_runs, render
+from reports.compare_runs import compare_runs, render, significant
 from reports.model import Result as RunResult
 
 ANY = {"expected": "any", "tokens_expected": "any"}
@@ -170,12 +170,10 @@ def test_slower_counts_past_the_practical_threshold_and_for_the_step(
 
 def test_many_arms_do_not_find_a_regression_by_chance() -> None:
     """Each test alone would call 0 of 9 to 4 of 9 (p = 0.041) a regression; among twenty it is none."""
-    from reports.compare_runs import _holm
-
-    weak = [(0.041, f"arm {place}") for place in range(20)]
-    assert _holm(weak[:1]) == weak[:1]
-    assert _holm(weak) == []
-    assert _holm([*weak, (0.0001, "worse")]) == [(0.0001, "worse")]
+    assert significant([0.041]) == [0]
+    assert significant([0.041] * 20) == []
+    assert significant([*[0.041] * 20, 0.0001]) == [20]
+    assert significant([]) == []
 
 
 def test_weaker_evidence_is_told_and_is_no_regression(tmp_path: Path) -> None:
