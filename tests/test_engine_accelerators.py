@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from local_ranks import Seat, Trial, Trials, run_trial
 from test_carriers import Kernels
 
 from harness.devices.accelerator import AcceleratorDevice, Platform
-from harness.ledger import LedgerWriter
+from harness.ledger import LedgerReader, LedgerWriter
 from harness.target import RankResult, TrialSpec
 from harness.toggles import VALUES
 from serving import attention, collectives, copy_witness, sampling, symmetric_cuda
@@ -185,3 +185,44 @@ def test_tokens_are_those_of_the_simulated_device(
         json.loads(line)["graph"] for line in Path(trial.spec.decisions_paths[0]).read_text().splitlines()
     }
     assert (True in graphs) == (trial.spec.toggles["graph"] == "on")
+
+
+STALL_S = 3.0
+
+
+def stalled(seat: Seat, spec: TrialSpec) -> RankResult:
+    """What keeps a stream busy for ever ends a while after the hosts have given up, so that the peer can leave."""
+    with patch("fake_accelerator.LONG_S", 1.5 * STALL_S):
+        return on_fake(seat, spec, "cuda", 1)
+
+
+def test_a_stream_that_stands_still_is_in_both_ledgers(ranks: LocalRanks, trials: Trials) -> None:
+    """Rank 1's ``comm`` never comes past the start of one collective. Hosts give up at their deadline; what the
+    monitors saw by then is what a watchdog reads."""
+    stuck = {
+        "name": "block",
+        "site": "comm.before",
+        "ranks": [1],
+        "steps": [3, 1000],
+        "where": {"group": "experts"},
+    }
+    spec = trials.spec(timeout_s=STALL_S, faults=[stuck], toggles={"graph": "off", "pinned": "pinned"})
+    trial = ranks.stressed(2, spec, stalled)
+    errors = [outcome.error or "" for outcome in trial.outcomes]
+    assert all(errors) and any(
+        error.startswith(f"DeviceTimeout: an event was not done after {STALL_S:g} s") for error in errors
+    ), "one gives up, and the other does or finds it gone"
+    seen = []
+    for rank in range(2):
+        with closing(LedgerReader.open(Path(spec.ledger_paths[rank]))) as reader:
+            seen.append(reader.snapshot())
+    experts = [snapshot.groups["experts"] for snapshot in seen]
+    assert experts[0].completed == experts[1].completed > 0
+    for group in experts:
+        assert group.started == group.completed + 1 <= group.enqueued
+    for snapshot in seen:
+        assert snapshot.host.phase in ("wait-result", "agree")
+        comm, compute = snapshot.streams["comm"], snapshot.streams["compute"]
+        assert comm.oldest is not None and comm.oldest.label.endswith(" experts")
+        assert comm.oldest.site.startswith("serving/")
+        assert compute.completed < compute.enqueued, "it waits for the collective"
