@@ -25,7 +25,9 @@ from harness.durations import parse_duration_s
 from harness.image_environment import ImageError, NoTorchError, make
 
 PROJECT = Path(__file__).resolve().parents[1]
-BUILTIN = ("dp-retract", "dp-pinned-hang", "dp-pinned-latency", "dp-pinned-corruption", "dp-idle-burst")
+BUILTIN = (
+    "dp-retract", "dp-pinned-hang", "dp-pinned-latency", "dp-pinned-corruption", "dp-pinned-gate", "dp-idle-burst",
+)  # fmt: skip
 SGLANG = {"npu": ("sglang-dp-npu", "sglang-dp-npu-retract"), "cuda": ("sglang-dp-cuda",)}
 SGLANG_PYTHON = "HANGRIG_SGLANG_PYTHON"
 SGLANG_MODEL = "HANGRIG_SGLANG_MODEL"
