@@ -15,18 +15,15 @@ _BLOCKS = 4
 
 
 class Reused(Program):
-    """A source of new values whose memory is written over after its copy was enqueued."""
+    """A copy of new values to a target, and host memory that is written over after it was enqueued."""
 
     family: ClassVar[str] = "reuse"
     watched: ClassVar[tuple[str, ...]] = ("overwritten", "torn")
-    pinned: ClassVar[bool] = True
 
     def setup(self) -> None:
-        self.source = self.bench.host(pinned=self.pinned)
         self.target = self.bench.on_device()
 
     def prepare(self) -> None:
-        self.source.tensor.fill_(self.bench.new)
         self.bench.fill(self.target, self.bench.old)
 
     def observe(self) -> str:
@@ -36,11 +33,25 @@ class Reused(Program):
         self.bench.lead(self.device.compute)
         self.device.copy_h2d(self.target, source, self.device.compute, "copy")
 
+
+class Overwritten(Reused):
+    """The program keeps the source, and writes over it itself."""
+
+    pinned: ClassVar[bool] = True
+
+    def setup(self) -> None:
+        super().setup()
+        self.source = self.bench.host(pinned=self.pinned)
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.source.tensor.fill_(self.bench.new)
+
     def _overwrite(self) -> None:
         self.source.tensor.fill_(self.bench.later)
 
 
-class ReusePinned(Reused):
+class ReusePinned(Overwritten):
     """A pinned source is written over while its copy may be pending."""
 
     name: ClassVar[str] = "reuse-pinned"
@@ -57,7 +68,7 @@ class ReusePageable(ReusePinned):
     pinned: ClassVar[bool] = False
 
 
-class ReuseAfterEvent(Reused):
+class ReuseAfterEvent(Overwritten):
     """A pinned source is written over when an event behind its copy has come."""
 
     name: ClassVar[str] = "reuse-after-event"
@@ -76,11 +87,8 @@ class StagingReused(Reused):
     name: ClassVar[str] = "staging-reused"
 
     def setup(self) -> None:
-        self.target = self.bench.on_device()
+        super().setup()
         self.next_target = self.bench.on_device()
-
-    def prepare(self) -> None:
-        self.bench.fill(self.target, self.bench.old)
 
     def body(self) -> None:
         first = self._staged(self.bench.new)
@@ -101,12 +109,6 @@ class BlockFreed(Reused):
 
     name: ClassVar[str] = "block-freed"
 
-    def setup(self) -> None:
-        self.target = self.bench.on_device()
-
-    def prepare(self) -> None:
-        self.bench.fill(self.target, self.bench.old)
-
     def body(self) -> None:
         block = self.bench.host(pinned=True)
         block.tensor.fill_(self.bench.new)
@@ -124,12 +126,6 @@ class TensorFreed(Reused):
 
     name: ClassVar[str] = "tensor-freed"
     devices: ClassVar[tuple[str, ...]] = ("cuda", "npu")
-
-    def setup(self) -> None:
-        self.target = self.bench.on_device()
-
-    def prepare(self) -> None:
-        self.bench.fill(self.target, self.bench.old)
 
     def body(self) -> None:
         self.bench.lead(self.device.compute)
