@@ -16,6 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
 
@@ -644,6 +645,54 @@ def plan_command(
     except ValueError as error:
         fail_usage(str(error))
     leave(found.to_json(), found.words(), 0, as_json)
+
+
+@app.command("audit", epilog="Example: hangrig audit sglang --baseline audit.json")
+@guarded
+def audit_command(
+    what: Annotated[
+        str,
+        typer.Argument(metavar="PATH_OR_PACKAGE", help="A folder, file or wheel, or an installed package."),
+    ],
+    style: Annotated[
+        str, typer.Option("--format", metavar="text|json|sarif", help="What is printed.")
+    ] = "text",
+    select: Annotated[str | None, typer.Option(metavar="HG103,...", help="These rules; all else.")] = None,
+    ignore: Annotated[str | None, typer.Option(metavar="HG103,...", help="Not these.")] = None,
+    reference: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH_OR_PACKAGE", help="Read for base classes only, as vLLM for a plugin of it."
+        ),
+    ] = None,
+    tests: Annotated[bool, typer.Option("--tests", help="Audits tests too.")] = False,
+    baseline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Findings that were there before are no news.")
+    ] = None,
+    write_baseline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Writes what is found now as the baseline; exits 0.")
+    ] = None,
+    docs_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Of docs/audit.md, for the links in SARIF.")
+    ] = None,
+) -> None:
+    """Reads an engine's Python source, runs nothing of it, and names what hangs on another platform."""
+    if style not in ("text", "json", "sarif"):
+        raise typer.BadParameter(f"{style!r} is no format; allowed: text, json, sarif", param_hint="--format")
+    from harness.audit.command import AuditRequest, run_audit
+    from harness.audit.sarif import sarif
+    from harness.audit.source import AuditError
+
+    request = AuditRequest(
+        what, words(select), words(ignore), tuple(reference or ()), tests, baseline, write_baseline
+    )
+    try:
+        result = run_audit(request)
+    except AuditError as error:
+        fail_usage(str(error))
+    if style == "sarif":
+        leave({}, json.dumps(sarif(result, version("hangrig"), docs_url), indent=1), result.exit, False)
+    leave(result.to_json(), result.text(), result.exit, style == "json")
 
 
 @app.command("compare", epilog="Example: hangrig compare runs/latest --by pinned")

@@ -63,7 +63,12 @@ def folder() -> Path:
 
 def wheel(release: str) -> Wheel:
     """Opens the wheel, downloaded first where it is not kept yet. Raises WheelMissing."""
-    return Wheel(_kept(release) or _download(release), release)
+    return Wheel(wheel_path(release), release)
+
+
+def wheel_path(release: str) -> Path:
+    """The wheel's file, downloaded first where it is not kept yet. Raises WheelMissing."""
+    return _kept(release) or _download(release)
 
 
 def _kept(release: str) -> Path | None:

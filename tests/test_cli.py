@@ -105,6 +105,7 @@ def stored(tmp_path: Path) -> Path:
         "diagnose",
         "gate",
         "plan",
+        "audit",
         "prune",
     ],
 )
@@ -132,6 +133,7 @@ def test_no_command_is_promised_that_does_not_work() -> None:
         "diagnose",
         "corpus",
         "prune",
+        "audit",
     }
 
 

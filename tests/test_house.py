@@ -1,4 +1,4 @@
-"""Rules of the house that no linter knows: private accelerator names, documents that keep their word."""
+"""Rules of the house that no linter knows: our own code under `hangrig audit`, documents that keep their word."""
 
 from __future__ import annotations
 
@@ -6,66 +6,23 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from harness.audit.rules import RULES
+from harness.audit.scan import scan
+from harness.audit.source import locate
 from harness.scenario import list_scenarios, load
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("harness", "serving", "reports")
-PRIVATE = re.compile(r"^_cuda_|^_npu_|^_C$|^torch\._C\b|^torch_npu\._C\b|^torch\.cuda\.memory\._")
 
 
-def modules() -> list[Path]:
-    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-
-
-def at_import(tree: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that run when the module is imported: conditional blocks and class bodies, not function bodies."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        yield node
-        yield from at_import(node)
-
-
-def private_names(source: str) -> list[str]:
-    """Private accelerator names that importing ``source`` would bind or touch."""
-    found = []
-    for node in at_import(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
-            found += [f"{node.module}.{a.name}" for a in node.names if PRIVATE.search(a.name)]
-            if PRIVATE.search(node.module or ""):
-                found.append(str(node.module))
-        elif isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if PRIVATE.search(alias.name)]
-        elif isinstance(node, ast.Attribute) and PRIVATE.search(ast.unparse(node)):
-            found.append(ast.unparse(node))
-    return found
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_module_touches_private_accelerator_names_at_import(path: Path) -> None:
-    assert private_names(path.read_text()) == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from torch._C import _cuda_releasePool",
-        "from torch.cuda.memory import _cuda_beginAllocateCurrentThreadToPool as begin",
-        "import torch\nif torch.cuda.is_available():\n    pool = torch._C._cuda_releasePool",
-        "try:\n    from torch._C import _cuda_endAllocateToPool\nexcept ImportError:\n    pass",
-    ],
-)
-def test_the_rule_sees_what_broke_an_npu_start(source: str) -> None:
-    assert private_names(source)
-
-
-def test_the_rule_leaves_a_lookup_at_the_call_alone() -> None:
-    assert private_names("import torch\ndef release(pool):\n    torch._C._cuda_releasePool(0, pool)\n") == []
+@pytest.mark.parametrize("package", PACKAGES)
+def test_hangrig_audit_finds_nothing_in_our_own_code(package: str) -> None:
+    found = scan(locate(str(ROOT / package)), RULES)
+    assert [f"{one.path}:{one.line}: {one.rule} {one.message}" for one in found if not one.suppressed] == []
 
 
 def test_the_catalogue_names_every_scenario_and_no_other() -> None:

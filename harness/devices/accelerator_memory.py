@@ -163,6 +163,7 @@ class Copies:
 def pinned_block(nbytes: int) -> torch.Tensor:
     """Page-locked bytes from the allocator of the process's accelerator: torch asks CUDA's when there is one, else
     the one that torch_npu registers (its own modules call ``pin_memory()`` without a device, 2.7.1)."""
+    # hangrig: allow HG103 -- the toggle `pinned` has decided before anybody calls this
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 

@@ -135,6 +135,7 @@ class TensorFreed(Reused):
         taken.clear()
 
     def _pinned(self, value: int) -> torch.Tensor:
+        # hangrig: allow HG103 -- the program tests pinned memory; where it may not be had the device says so first
         tensor = torch.empty(self.bench.count, dtype=torch.int32, pin_memory=True)
         return tensor.fill_(value)
 
