@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,18 @@ from sim_rig import Gate, visiting
 
 from harness.devices import opening
 from harness.devices.accelerator import AcceleratorDevice
-from harness.devices.base import DeviceError, DeviceTimeout, DeviceUnavailable, Event, Graph, HostArgs
+from harness.devices.base import (
+    STREAM_NAMES,
+    DeviceError,
+    DeviceTimeout,
+    DeviceUnavailable,
+    Event,
+    Graph,
+    HostArgs,
+)
 from harness.devices.facts import MIB, IdleFigures, idle_figures, not_idle, platform_facts
-from harness.devices.heartbeats import MOST_MARKS
+from harness.devices.heartbeats import MOST_MARKS, Heartbeats
+from harness.devices.life import Life
 from harness.fault_library import Block, Delay, Raise, Skip
 from harness.fault_model import Armed, Fault
 from harness.ledger import LedgerReader, LedgerWriter
@@ -191,25 +202,59 @@ def test_the_monitor_enqueues_nothing(opened: Opened) -> None:
     assert givers == {threading.current_thread().name}
 
 
-def test_what_another_stream_uses_lives_until_it_is_done(opened: Opened) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_another_stream_uses_lives_until_it_is_seen_to_be_done(kind: str) -> None:
     """The caching allocator hands a freed block out again in the order of the stream on which it was made."""
-    device, _ = opened
-    release = held(opened, "copy")
-    tensor = device.empty((4,), torch.float32)
-    alive = weakref.ref(tensor)
-    buffer = device.host_empty((4,), torch.float32, pinned=True)
-    device.copy_d2h(buffer, tensor, device.copy, "tokens")
-    del tensor
-    device.compute.run(lambda: None, "note")
-    assert alive() is not None
-    release()
-    device.copy.synchronize(LONG_S)
+    with opened_fake(kind, watch_interval_s=LONG_S) as opened:  # the monitor looks when the test says so
+        device, _ = opened
+        tensor = device.empty((4,), torch.float32)
+        alive = weakref.ref(tensor)
+        buffer = device.host_empty((4,), torch.float32, pinned=True)
+        device.copy_d2h(buffer, tensor, device.copy, "tokens")
+        del tensor
+        device.copy.synchronize(LONG_S)
+        device.compute.run(lambda: None, "note")
+        assert alive() is not None
+        device._beats.look()
+        assert alive() is not None, "the monitor frees nothing: that may record events"
+        device.compute.run(lambda: None, "note")
+        assert alive() is None
 
-    def gone() -> bool:
-        device.compute.run(lambda: None, "note")  # the host lets go of it, with its next operation
-        return alive() is None
 
-    until(gone)
+class Scripted:
+    """An event that is done from the n-th question on, whichever event of the script is asked."""
+
+    def __init__(self, asked: Iterator[int], done_at: int) -> None:
+        self._asked = asked
+        self._done_at = done_at
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return next(self._asked) >= self._done_at
+
+
+def test_updates_and_replays_are_told_in_the_order_in_which_they_happened() -> None:
+    """Each update waits for the replay before it and each replay for its update, while the monitor asks one stream
+    after the other: however far the device comes in between, an update never seems to have overtaken a replay."""
+    order = [f"{what} {step}" for step in (1, 2, 3) for what in ("update", "compute")]
+    for gaps in itertools.product(range(4), repeat=len(order)):
+        told: list[str] = []
+        asked, times = itertools.count(), itertools.accumulate(gaps)
+        beats = Heartbeats(
+            dict.fromkeys(STREAM_NAMES, object()),
+            lambda asked=asked, times=times: Scripted(asked, next(times)),
+            Life(),
+            None,
+            interval_s=1.0,
+            enter_thread=lambda: None,
+        )
+        for name in order:
+            beats.put(name.split()[0], 0, name, calls=[partial(told.append, name)])
+        for _ in range(20):
+            beats.look()
+        assert told == order, gaps
 
 
 def test_an_error_of_the_platform_is_the_devices_and_ends_every_wait(opened: Opened) -> None:
