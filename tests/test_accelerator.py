@@ -30,7 +30,7 @@ from harness.devices.base import (
     Graph,
     HostArgs,
 )
-from harness.devices.facts import MIB, IdleFigures, idle_figures, not_idle, platform_facts
+from harness.devices.facts import platform_facts
 from harness.devices.heartbeats import MOST_MARKS, Heartbeats
 from harness.devices.life import Life
 from harness.fault_library import Block, Delay, Raise, Skip
@@ -416,28 +416,6 @@ def test_facts_of_the_platform_have_every_key(monkeypatch: pytest.MonkeyPatch) -
     assert facts["device_name"] == "Fake cuda" and facts["torch"] == torch.__version__
     assert facts["cann"] is facts["torch_npu"] is None
     fake.end()
-
-
-# --- back to idle
-
-
-def test_a_device_is_idle_again_when_its_memory_is_back(opened: Opened) -> None:
-    device, fake = opened
-    index = device.platform.index
-    before = idle_figures(fake, index)
-    tensor = device.empty((1 << 20,), torch.uint8)
-    assert (
-        not_idle(before, idle_figures(fake, index))
-        == "1048576 bytes of device memory are still held by tensors"
-    )
-    del tensor
-    assert not_idle(before, idle_figures(fake, index)) == ""
-
-
-def test_memory_that_others_took_is_told_beyond_the_slack() -> None:
-    before = IdleFigures(free_bytes=1000 * MIB, total_bytes=2000 * MIB, allocated_bytes=0)
-    assert not_idle(before, IdleFigures(800 * MIB, 2000 * MIB, 0)) == ""
-    assert "300 MiB less of 2000 MiB" in not_idle(before, IdleFigures(700 * MIB, 2000 * MIB, 0))
 
 
 # --- the fake itself

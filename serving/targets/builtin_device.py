@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from harness.devices.base import Device, DeviceTimeout
-from harness.devices.facts import SLACK_BYTES
 from harness.devices.opening import device_module, open_device
 from harness.devices.sim import SimDevice, SimOptions
 from harness.devices.sim_cores import CoreOptions
@@ -30,6 +29,8 @@ from serving.model_config import ModelConfig, ModelError
 from serving.weights import stored_dtype, tensor_shapes
 
 _GIB = 2**30
+SLACK_BYTES = 2**28
+"""What may be in use beyond what the first trial left: libraries keep workspaces and compiled kernels."""
 _LARGE = frozenset({"lite"})
 _POLL_S = 1e-3
 

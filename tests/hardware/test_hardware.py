@@ -17,11 +17,12 @@ from device_contract import LONG_S, DeviceContract, Rig
 
 from harness.devices.accelerator import AcceleratorDevice
 from harness.devices.base import Stream
-from harness.devices.facts import idle_figures, not_idle, platform_facts
+from harness.devices.facts import platform_facts
 from harness.devices.opening import device_module, open_device
 from harness.ledger import LedgerWriter
 
 INDEX = int(os.environ.get("HANGRIG_TEST_DEVICE", "0"))
+TAKEN_BYTES = 1 << 30
 HOLD_S = 1.0
 """How long a held stream is busy: a test looks at it well before that."""
 
@@ -65,16 +66,18 @@ class OnHardware(DeviceContract):
         runtime = facts["cuda"] if self.kind == "cuda" else facts["cann"]
         assert facts["device_name"] and facts["driver"] and runtime, facts
 
-    def test_a_closed_device_is_idle_again(self) -> None:
+    def test_a_closed_device_has_given_its_memory_back(self) -> None:
         module = device_module(self.kind)
         open_real(self.kind, None).close(LONG_S)  # the first one makes the context
-        before = idle_figures(module, INDEX)
+        free_bytes, _ = module.mem_get_info(INDEX)
         device = open_real(self.kind, None)
-        tensor = device.empty((64 << 20,), torch.uint8)
-        assert not_idle(before, idle_figures(module, INDEX)) != ""
+        held_bytes = device.memory().device_bytes
+        tensor = device.empty((TAKEN_BYTES,), torch.uint8)
+        assert module.mem_get_info(INDEX)[0] <= free_bytes - TAKEN_BYTES
         del tensor
         device.close(LONG_S)
-        assert not_idle(before, idle_figures(module, INDEX)) == ""
+        assert module.mem_get_info(INDEX)[0] > free_bytes - TAKEN_BYTES
+        assert device.memory().device_bytes == held_bytes
 
 
 @pytest.mark.cuda
