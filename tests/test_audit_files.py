@@ -52,14 +52,24 @@ def test_a_file_that_cannot_be_read_is_told_and_hides_nothing(tree: Path) -> Non
     (tree / "null.py").write_bytes(b"x = 1\0\n")
     (tree / "mac.py").write_bytes(PINS.replace("\n", "\r").encode())
     (tree / "bom.py").write_bytes(b"\xef\xbb\xbf" + PINS.encode())
+    (tree / "sum.py").write_text(
+        f"def f(x):\n    return x.pin_memory() if {' + '.join(['a'] * 900)} else x\n"
+    )
     (tree / "deep.py").write_text("x = " + "(" * 5000 + ")" * 5000 + "\n")
     found = audit(tree)
     told = {Path(one.path).name for one in found if one.rule == "HG001"}
-    assert told == {"broken.py", "odd.py", "codec.py", "null.py", "deep.py"}
+    assert told == {"broken.py", "odd.py", "codec.py", "null.py", "deep.py", "sum.py"}
     assert {Path(one.path).name for one in found if one.rule == "HG103"} == {"mac.py", "bom.py", "b.py"}
     assert all(
         one.line >= 1 and one.message.startswith("not audited: ") for one in found if one.rule == "HG001"
     )
+
+
+def test_a_file_that_goes_away_meanwhile_is_told(tree: Path) -> None:
+    located = locate(str(tree))
+    (tree / "a.py").unlink()
+    found = scan(located, RULES, workers=1)
+    assert [(one.rule, Path(one.path).name) for one in found] == [("HG001", "a.py"), ("HG103", "b.py")]
 
 
 def test_tests_links_and_environments_are_left_out_unless_asked_for(tree: Path) -> None:
@@ -276,6 +286,7 @@ def test_a_baseline_tells_its_stale_entries_and_leaves_inline_ones_out(tree: Pat
     done = call("engine", "--baseline", "b.json")
     assert done.exit_code == 0
     assert "1 allowed in the source; 1 entries of the baseline match nothing any more" in done.stdout
+    assert "match nothing" not in call("engine", "--baseline", "b.json", "--select", "HG101").stdout
     assert "baseline written, 0 entries" in call("engine", "--write-baseline", "b.json").stdout
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,8 @@ def fingerprints(findings: Iterable[Finding]) -> list[str]:
     return found
 
 
-def read(path: Path) -> Counter[str]:
-    """Fingerprints and how often each. Raises AuditError with what to do."""
+def read(path: Path, rules: Collection[str]) -> Counter[str]:
+    """Fingerprints of ``rules`` and how often each. Raises AuditError with what to do."""
     how = "write it with --write-baseline"
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -52,7 +52,7 @@ def read(path: Path) -> Counter[str]:
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or not isinstance(entry.get("fingerprint"), str):
             raise AuditError(f"{path}: entries[{number}].fingerprint is missing; {how}")
-    return Counter(entry["fingerprint"] for entry in entries)
+    return Counter(entry["fingerprint"] for entry in entries if entry.get("rule") in rules)
 
 
 def write(path: Path, findings: Sequence[Finding]) -> int:

@@ -72,9 +72,6 @@ class ClassIndex:
             self._modules[name] = self._reader(name)
         return self._modules[name]
 
-    def add(self, module: Module) -> None:
-        self._modules[module.name] = module
-
     def classes(self, module: Module) -> list[ClassInfo]:
         """Of the module's own level, its conditional blocks included."""
         return [self._info(module, node) for node in flat(module.tree.body) if isinstance(node, ast.ClassDef)]

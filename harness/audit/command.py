@@ -101,10 +101,11 @@ def run_audit(request: AuditRequest) -> AuditResult:
             raise AuditError(
                 f"{option} {','.join(unknown)}: no such rule; there are {', '.join(RULES)} ({PAGE})"
             )
-    known = Counter[str]() if request.baseline is None else baseline.read(request.baseline)
+    rules = selected(request.select, request.ignore, RULES)
+    known = Counter[str]() if request.baseline is None else baseline.read(request.baseline, rules)
     tree = locate(request.what, tests=request.tests)
     references = [locate(one) for one in request.references]
-    findings = scan(tree, selected(request.select, request.ignore, RULES), references)
+    findings = scan(tree, rules, references)
     marked, stale = baseline.apply(findings, known)
     written = None
     if request.write_baseline is not None:

@@ -54,7 +54,8 @@ def scan(
     """Every finding in the order of path and line, those that the source allows marked so.
 
     ``references``: trees whose classes are bases here and which are not audited. ``workers``: None for as many as
-    the machine has use for. Raises ScanError, and OSError or BadZipFile when a file went away meanwhile.
+    the machine has use for. Raises ScanError, and BadZipFile or KeyError for a
+    damaged wheel.
     """
     looked = list(_look(tree, rules, _workers(len(tree.files)) if workers is None else workers))
     findings = [finding for one in looked for finding in one.findings]
@@ -86,23 +87,17 @@ def _look(tree: Tree, rules: Collection[str], workers: int) -> Iterator[_Looked]
 def _examine(job: tuple[Sequence[SourceFile], str | None, frozenset[str]]) -> list[_Looked]:
     files, wheel, rules = job
     tree = Tree(tuple(files), wheel)
-    return [_one(file, tree.read(file), rules) for file in files]
+    return [_one(tree, file, rules) for file in files]
 
 
-def _one(file: SourceFile, data: bytes, rules: frozenset[str]) -> _Looked:
+def _one(tree: Tree, file: SourceFile, rules: frozenset[str]) -> _Looked:
     try:
-        module = Module(file.path, file.name, file.is_package, data)
-    except Unreadable as error:
-        line, said = error.line, f"not audited: {error}"
-        found = (
-            [Finding(UNREADABLE.id, file.path, line, said, "", line, line)] if UNREADABLE.id in rules else []
-        )
-        return _Looked(file, tuple(found))
-    found = []
-    for one in FILE_CHECKS:
-        if one.rule.id in rules and any(word in module.text for word in one.words):
-            found += one.check(module)
-    found = suppress(module, found)
+        module = Module(file.path, file.name, file.is_package, tree.read(file))
+        found = suppress(module, _checked(module, rules))
+    except (Unreadable, OSError, RecursionError) as error:
+        line, said = getattr(error, "line", 1), f"not audited: {error}"
+        told = Finding(UNREADABLE.id, file.path, line, said, "", line, line)
+        return _Looked(file, (told,) if UNREADABLE.id in rules else ())
     if BAD_SUPPRESSION.id in rules:
         found += bad_suppressions(module)
     classes = tuple(
@@ -111,6 +106,15 @@ def _one(file: SourceFile, data: bytes, rules: frozenset[str]) -> _Looked:
         if isinstance(node, ast.ClassDef)
     )
     return _Looked(file, tuple(found), platform_answers.may_answer(module.text), classes)
+
+
+def _checked(module: Module, rules: frozenset[str]) -> list[Finding]:
+    """Raises RecursionError for an expression nested deeper than Python recurses."""
+    found: list[Finding] = []
+    for one in FILE_CHECKS:
+        if one.rule.id in rules and any(word in module.text for word in one.words):
+            found += one.check(module)
+    return found
 
 
 def _platforms(tree: Tree, looked: Iterable[_Looked], references: Sequence[Tree]) -> list[Finding]:
@@ -141,7 +145,7 @@ def _module(name: str, trees: Sequence[Tree]) -> Module | None:
         if file is not None:
             try:
                 return Module(file.path, file.name, file.is_package, tree.read(file))
-            except Unreadable:
+            except (Unreadable, OSError):
                 return None  # told as HG001 where it is audited
     return None
 
