@@ -61,6 +61,8 @@ def _tears_down(module: Module, function: Function) -> bool:
 
 def _given(module: Module) -> set[str]:
     """Functions that are run when the process or an object ends."""
+    if not any(word in module.text for word in ("atexit", "weakref", "signal")):
+        return set()
     found = set()
     for call in module.calls():
         name = module.dotted(call.func)
