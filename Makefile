@@ -18,7 +18,7 @@ NIGHT = -m harness.night --budget $(BUDGET) --trials $(TRIALS) --seed $(SEED) --
 	--keep $(KEEP) $(if $(filter-out 0,$(ALLOW_SKIP)),--allow-skip) --run-options="$(ARGS)"
 PYTHON_311 = $(PYTHON) -c 'import sys; sys.exit("hangrig needs Python 3.11 or newer, found " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 
-.PHONY: setup stress-sim stress-npu stress-cuda test test-engines hang litmus corpus lint bench bench-engines compare clean
+.PHONY: check-npu-api setup stress-sim stress-npu stress-cuda test test-engines hang litmus corpus lint bench bench-engines compare clean
 
 setup: $(READY)
 
@@ -56,6 +56,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check-npu-api: setup  ## what our code uses of torch_npu, against its wheels, which are fetched and never installed
+	$(BIN)/python -m checks.npu_api $(ARGS)
 
 bench: setup  ## performance, as ratios within one run, stored as JSON
 	$(BIN)/python -m bench $(ARGS)
