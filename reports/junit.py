@@ -2,7 +2,7 @@
 
 Unexpected is a failure, unknown an error, no hardware a skip; an expected hang passes and carries its
 diagnosis in ``system-out``. Planned trials that never ran are errors: a green file must mean that all ran. Those
-that a time budget left out are one skip an arm.
+that a time budget or a stopping rule left out are one skip an arm.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _suite(result: Result, scenario: ScenarioResult) -> ET.Element:
         for trial in arm.trials:
             suite.append(_case(arm, trial))
         if arm.left_out:
-            suite.append(_left_out_case(arm))
+            suite.append(_left_out_case(arm, result.leaver))
         if _judged_as_a_whole(arm):
             suite.append(_arm_case(arm))
     return _counted(suite)
@@ -95,11 +95,11 @@ def _case(arm: ArmResult, trial: TrialResult) -> ET.Element:
     return case
 
 
-def _left_out_case(arm: ArmResult) -> ET.Element:
-    """One a arm: a night may leave out thousands of trials."""
-    name = clean(f"{arm.name} (time budget)")
+def _left_out_case(arm: ArmResult, leaver: str) -> ET.Element:
+    """One an arm: a night may leave out thousands of trials."""
+    name = clean(f"{arm.name} ({leaver.removeprefix('the ')})")
     case = ET.Element("testcase", {"classname": clean(arm.scenario), "name": name, "time": "0.000"})
-    message = f"{arm.left_out} of {arm.planned} planned trials were left out by the time budget"
+    message = f"{arm.left_out} of {arm.planned} planned trials were left out by {leaver}"
     ET.SubElement(case, "skipped", {"message": message})
     return case
 

@@ -350,6 +350,11 @@ class Result:
         return bool(self.stopping) and all(standing != "open" for _, standing, _ in self.stopping)
 
     @property
+    def leaver(self) -> str:
+        """What left out planned trials, if any were."""
+        return "the stopping rule" if self.settled else "the time budget"
+
+    @property
     def arms(self) -> tuple[ArmResult, ...]:
         return tuple(arm for scenario in self.scenarios for arm in scenario.arms)
 

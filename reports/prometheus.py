@@ -35,7 +35,7 @@ def _run(result: Result, registry: CollectorRegistry) -> None:
         ("hangrig_run_exit_status", "Exit status of the run", float(result.exit)),
         ("hangrig_run_simulation", "1 when no real device took part", float(result.simulation)),
         ("hangrig_run_trials_never_run", "Planned trials that never ran", float(len(result.never_run))),
-        ("hangrig_run_trials_left_out", "Trials that the time budget left out", float(len(result.left_out))),
+        ("hangrig_run_trials_left_out", "Trials left out on purpose", float(len(result.left_out))),
         ("hangrig_run_started_timestamp_seconds", "When the run started", _timestamp_s(result.started_utc)),
     ):
         if value is not None:

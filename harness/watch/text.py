@@ -124,7 +124,8 @@ def culprits_words(diagnosis: Diagnosis, no_pid: str = "gone") -> str:
     """``rank 1 (pid 4711, cuda:1)``. ``no_pid``: what is said where no pid is known."""
     who = []
     for culprit in diagnosis.culprits:
-        name = f"rank {culprit.rank}" if culprit.rank is not None else culprit.role
+        other = "process" if culprit.role == "other" else culprit.role
+        name = other if culprit.rank is None else f"rank {culprit.rank}"
         device = f", {culprit.device}" if culprit.device else ""
         who.append(f"{name} (pid {culprit.pid or no_pid}{device})")
     return ", ".join(who) or "no culprit could be named"
