@@ -18,6 +18,7 @@ from bench import (
     first_hang_figures,
     harness_figures,
     latency_figures,
+    report_figures,
     scale_figures,
 )
 from bench.arms import WORLD
@@ -60,7 +61,11 @@ def _of_ranks(settings: Settings) -> list[Figure]:
 
 
 def _of_evidence(settings: Settings, corpus: Path | None) -> list[Figure]:
-    figures = [scale_figures.analysis(settings), scale_figures.reading(settings)]
+    figures = [
+        scale_figures.analysis(settings),
+        scale_figures.reading(settings),
+        report_figures.reports_of_trials(settings),
+    ]
     return figures if corpus is None else [*figures, latency_figures.detection_latency(corpus)]
 
 

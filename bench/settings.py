@@ -39,6 +39,8 @@ class Settings:
     """Diagnoses of each. Even."""
     disk_worlds: tuple[int, ...] = (16, 256, 1024)
     """Ranks in evidence that is read from disk."""
+    reported: tuple[int, ...] = (104, 1000)
+    """Trials of runs that are reported; more than one size."""
     hang_seeds: int = 12
     """Trials with jitter, and as many without, in search of a hang."""
 
@@ -50,9 +52,10 @@ class Settings:
 FULL = Settings("full")
 QUICK = Settings(
     "quick", block_steps=6, warm_steps=4, rounds=6, ledger_rounds=16, calls=4_000, batches=3, captures=1,
-    captured=(2, 4), cases=("order", "stuck"), worlds=(16, 256, 1024), disk_worlds=(16, 64, 256), hang_seeds=4,
+    captured=(2, 4), cases=("order", "stuck"), worlds=(16, 256, 1024), disk_worlds=(16, 64, 256),
+    reported=(40, 400), hang_seeds=4,
 )  # fmt: skip
 SMALLEST = Settings(
     "smallest", block_steps=2, warm_steps=2, rounds=2, ledger_rounds=2, calls=200, batches=2, captures=1,
-    captured=(2,), cases=("skipped", "stacks"), worlds=(8, 16), disk_worlds=(8, 16), hang_seeds=0,
+    captured=(2,), cases=("skipped", "stacks"), worlds=(8, 16), disk_worlds=(8, 16), reported=(8, 16), hang_seeds=0,
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """summary.md: the run in a page that fits a pull request or a job summary.
 
-Layout only. Text from a run is escaped for Markdown and HTML, since job summaries render both.
+Layout only. Text from a run is escaped for Markdown and HTML, since job summaries render both. GitHub refuses a job
+summary of more than LIMIT_BYTES as a whole, so a longer one is cut, and says so.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from reports.toggles import toggle_rows
 
 _BARE_PIPE = re.compile(r"(?<!\\)\|")
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|#~])")
+LIMIT_BYTES = 1 << 20
+"""Of a step's job summary (GitHub Docs, "Workflow commands", "Adding a job summary")."""
+_CUT = "\n\nCut here: the rest does not fit into a job summary, and is in report.html.\n"
 _NAMED = 8
 """Trials that never ran are named up to so many."""
 
@@ -100,7 +104,16 @@ def render(result: Result) -> str:
             *(f"- {escape(text)}" for text in result.problems),
             "",
         ]
-    return "\n".join(lines).rstrip() + "\n"
+    return fitted("\n".join(lines).rstrip() + "\n")
+
+
+def fitted(text: str, limit_bytes: int = LIMIT_BYTES) -> str:
+    """``text``, cut between two of its lines where it is longer than the limit as UTF-8."""
+    whole = text.encode("utf-8", "replace")
+    if len(whole) <= limit_bytes:
+        return text
+    kept = whole[: limit_bytes - len(_CUT.encode())]
+    return kept[: kept.rfind(b"\n")].decode("utf-8", "ignore") + _CUT
 
 
 def _arm(arm: ArmResult) -> tuple[str, ...]:

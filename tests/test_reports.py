@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 import jsonschema
 import pytest
+from junitparser import Failure, JUnitXml
 from prometheus_client.parser import text_string_to_metric_families
 from run_fixture import ARMS, NOTE, SCENARIO, RunBuilder, d1_run, merged, write_evidence
 
@@ -124,6 +125,26 @@ def test_junit_has_a_suite_a_scenario_and_a_case_a_trial(run: Path) -> None:
     assert failure.get("message") == "hang: hung where none was allowed"
     assert "hangrig rerun" in (failure.text or "")
     assert list(cases["pinned=pageable seed=0"]) == []
+
+
+def test_a_reader_of_ci_servers_counts_junit_as_we_do(run: Path) -> None:
+    """junitparser reads what Jenkins, GitLab and GitHub's reporters read."""
+    found = JUnitXml.fromfile(str(run / "junit.xml"))
+    assert (found.tests, found.failures, found.errors, found.skipped) == (13, 1, 0, 0)
+    cases = [case for suite in found for case in suite]
+    assert all(case.classname == SCENARIO and case.name and case.time is not None for case in cases)
+    (failed,) = [case for case in cases if case.result]
+    assert isinstance(failed.result[0], Failure) and "hangrig rerun" in (failed.result[0].text or "")
+    assert sum("stream-order" in (case.system_out or "") for case in cases) == 4
+
+
+def test_a_summary_that_is_too_long_is_cut_between_lines_and_says_so() -> None:
+    text = "".join(f"- line {number} é\n" for number in range(100))
+    cut = markdown.fitted(text, 600)
+    assert len(cut.encode()) <= 600
+    kept, _, said = cut.partition("\n\nCut here")
+    assert text.startswith(kept + "\n") and "report.html" in said
+    assert markdown.fitted(text, len(text.encode())) == text
 
 
 def test_junit_says_unknown_skipped_and_never_run(tmp_path: Path) -> None:
