@@ -2,10 +2,10 @@
 
     python -m harness.agent SPOOL
 
-It detaches itself (a mere new session dies with a local raylet), reads ``command.json``, writes
-``status.json`` ten times a second, and needs neither Ray nor the driver. When the driver is gone, when it
-is told by SIGTERM, or when its life is over, it captures what runs, stores it, ends ranks and cluster, and
-goes. A failure inside one turn is recorded and the next turn comes. What it watches in a trial is
+It detaches itself (a mere new session dies with a local raylet), reads ``command.json``, writes ``status.json`` ten
+times a second, and needs neither Ray nor the driver. When the driver is gone, when it is told by SIGTERM, or when
+its life is over, it captures what runs, stores it, ends ranks and cluster, has the reports written that a gone
+driver owes, and goes. A failure inside one turn is recorded and the next turn comes. What it watches in a trial is
 `trial_watch.py`, the files are `agent_files.py`.
 """
 
@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -125,11 +126,34 @@ class Agent:
         left = self._end_all()
         if left:
             _log.error("would not die: %s", ", ".join(str(process.pid) for process in left))
+        self._write_reports()
         if evidence is not None and evidence.is_dir():
             shutil.copyfile(self._spool / agent_files.LOG, evidence / agent_files.LOG)
         on_this_node = evidence is None or not evidence.is_relative_to(self._spool)
         if not left and on_this_node and not self._terminated:
             shutil.rmtree(self._spool, ignore_errors=True)  # nobody is left to read it
+
+    def _write_reports(self) -> None:
+        """A job that lost its driver still has a junit.xml, and it says unknown. ``hangrig report`` in a process of
+        its own: whatever it meets, this one goes on."""
+        run, driver = self._config.run, self._config.driver
+        if run is None or not run.is_dir() or driver is None or process_control.alive(driver):
+            return
+        command = [sys.executable, "-m", "harness.cli", "report", str(run)]
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                timeout=self._config.report_s,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self._fail(error)
+            return
+        if not (run / "junit.xml").exists():
+            _log.error("no reports of %s: %s", run, done.stderr.decode(errors="replace")[-2000:])
 
     def _end_all(self) -> list[ProcessId]:
         owned = set(self._command.owned)

@@ -63,6 +63,10 @@ class AgentConfig(_Document):
     """Deadline of one capture of all ranks."""
     end_s: float = Field(default=10.0, gt=0)
     """Deadline for ending ranks and cluster."""
+    run: Path | None = None
+    """The run's directory, whose reports the driver's own agent writes where the driver no longer can."""
+    report_s: float = Field(default=120.0, gt=0)
+    """Deadline for writing them."""
 
 
 class WatchedRank(BaseModel):

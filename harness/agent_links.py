@@ -34,6 +34,8 @@ class AgentOptions:
     capture_s: float = 30.0
     end_s: float = 10.0
     driver_silence_s: float = 30.0
+    run: Path | None = None
+    """The run's directory: the driver's own agent writes its reports when the driver is gone."""
     stale_s: float = 10.0
     """An agent whose heartbeat is this late counts as dead."""
 
@@ -45,6 +47,7 @@ class AgentOptions:
             lifetime_s=self.lifetime_s,
             capture_s=self.capture_s,
             end_s=self.end_s,
+            run=None if driver is None else self.run,
         )
 
 

@@ -277,7 +277,7 @@ class Session:
     def _agent_options(self) -> AgentOptions:
         capture_s = max(scenario.watchdog.capture_s for scenario in self.request.scenarios)
         lifetime_s = max(AgentOptions().lifetime_s, (self.request.time_budget_s or 0.0) + _AFTER_BUDGET_S)
-        return AgentOptions(capture_s=capture_s, lifetime_s=lifetime_s)
+        return AgentOptions(capture_s=capture_s, lifetime_s=lifetime_s, run=self.store.path)
 
     def _sharing(self, scenario: Scenario) -> int:
         """How many ranks share a device of this machine, at most."""

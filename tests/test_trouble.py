@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,11 @@ def test_a_killed_driver_in_a_hang_leaves_a_run_that_can_be_reported(tmp_path: P
         command.send(signal.SIGKILL)
         assert command.wait() == -signal.SIGKILL
         command.assert_nothing_left()
-    assert not (trial / "trial.json").exists() and not (trial / "history.json").exists()
+    assert not (trial / "history.json").exists()
+    # The agent has judged what there is, and written the reports: CI has something to read.
+    cases = {case.get("name"): case for case in ET.parse(command.path / "junit.xml").iter("testcase")}
+    assert len(cases) > 1 and any(case.find("error") is not None for case in cases.values())
+    assert rig.load(command.path / "report.json")["exit"] == 3
     assert rig.load(trial / "evidence" / "manifest.json")["reason"].startswith("driver gone")
     for rank in (0, 1):
         for sample in (0, 1):
