@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from harness.capture import find_py_spy
-from harness.doctor_device import DEVICE_MEND, real_device_checks
+from harness.doctor_device import DEVICE_MEND, check_seen, real_device_checks
 from harness.doctor_report import Check, DoctorReport, short
 from harness.machine import package_version, read_first_line
 from harness.target import installed_targets
@@ -107,7 +107,9 @@ def check_torch() -> Check:
 
 
 def check_device(device: str) -> Check:
-    """Of devices that are no hardware; the others are `doctor_device`'s."""
+    """Whether the device is there at all; what else a real one needs is `doctor_device`'s."""
+    if device in DEVICE_MEND:
+        return check_seen(device)
     name = f"device {device}"
     if device == "sim":
         return Check(name, "ok", "simulated, needs no hardware and says nothing about any")

@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from harness.cli import app
-from harness.doctor import Check
 from harness.store import load_schema
 
 RUNNER = CliRunner()
@@ -44,16 +43,15 @@ def test_a_wrong_option_is_told_before_anything_starts(
 
 
 def test_a_device_that_is_not_there_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = Check("device cuda", "missing", "torch sees no cuda device", "use a machine with one")
-    monkeypatch.setattr("harness.litmus.command.check_device", lambda device: gone)
-    done = hangrig("--device", "cuda", "--json", "--out", str(tmp_path / "runs"))
+    monkeypatch.setattr("harness.doctor_device.package_version", lambda name: None)  # of torch_npu
+    done = hangrig("--device", "npu", "--json", "--out", str(tmp_path / "runs"))
     assert done.exit_code == 4
     document = json.loads(done.stdout)
     jsonschema.validate(document, load_schema("litmus"))
-    assert document["verdict"] == "skipped" and "torch sees no cuda device" in document["why"]
-    assert (document["model"], document["simulation"], document["tests"]) == ("cuda", False, [])
-    allowed = hangrig("--device", "cuda", "--allow-skip", "--out", str(tmp_path / "runs"))
-    assert allowed.exit_code == 0 and "use a machine with one" in allowed.stdout
+    assert document["verdict"] == "skipped" and "torch_npu is not installed" in document["why"]
+    assert (document["model"], document["simulation"], document["tests"]) == ("cann", False, [])
+    allowed = hangrig("--device", "npu", "--allow-skip", "--out", str(tmp_path / "runs"))
+    assert allowed.exit_code == 0 and "use an Ascend machine" in allowed.stdout
     assert not (tmp_path / "runs").exists()
 
 
