@@ -22,9 +22,9 @@ from bench.settings import Settings
 from harness.arms import TrialPlan, expand, plan_arms
 from harness.judge import HISTORY, judge
 from harness.scenario import find_scenario, load, record
-from harness.session import context, reference_path
 from harness.store import RunStore, write_json
 from harness.toggles import gather_facts
+from harness.trial_spec import context, reference_path
 
 _LONGEST_S = 600.0
 _MIB = 1 << 20

@@ -31,11 +31,12 @@ from harness.run_list import definitions, last_pass, runs_in
 from harness.scenario import from_record, record
 from harness.scenario_model import Scenario
 from harness.sequential import RULE, Sequential, StopError
-from harness.session import Job, Session, context, reference_path
+from harness.session import Job, Session
 from harness.store import RunStore, StoreError, read_run, write_json
 from harness.target import TargetError, find_target
 from harness.toggles import BUILTIN, gather_facts
 from harness.trial_choice import choose_trial
+from harness.trial_spec import context, reference_path
 from reports import write_all
 from reports.corpus import Corpus, write
 from reports.terminal import show

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shlex
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ray.exceptions import RayError
@@ -32,8 +29,8 @@ from harness.cluster import Cluster, ClusterError, ClusterOptions, ExistingClust
 from harness.controller import NEVER_BEGAN, Ended, Limits, Planned, State, TrialRun, history, latencies
 from harness.device_idle import IdleDevices, look
 from harness.device_tools import TOOL
-from harness.fault_model import Fault
-from harness.judge import HISTORY, TrialContext, journal_tokens, judge
+from harness.interrupts import Interrupts
+from harness.judge import HISTORY, journal_tokens, judge
 from harness.launch_plan import engine_spec
 from harness.live import LiveView
 from harness.process_control import ProcessId
@@ -43,11 +40,20 @@ from harness.renewal import LostGroundError, renewable
 from harness.request import RunRequest
 from harness.scenario_model import Scenario
 from harness.sequential import Sequential
-from harness.store import RunStore, TrialStore, safe_name, write_json
-from harness.target import RankProcess, TargetError, TrialSpec
+from harness.store import RunStore, TrialStore, write_json
+from harness.target import RankProcess, TargetError
 from harness.time_budget import TimeBudget, rounds
-from harness.toggles import BUILTIN, gather_facts
-from harness.watchdog import WatchdogSettings
+from harness.toggles import gather_facts
+from harness.trial_spec import (
+    context,
+    is_foreign,
+    one_line,
+    output_tokens,
+    reference_path,
+    title,
+    trial_spec,
+    watchdog_settings,
+)
 from harness.watching import AgentWatch
 
 _START_S = 90.0
@@ -65,15 +71,6 @@ _POLL_S = 0.02
 _LINGER_S = 0.5
 _TESTIMONY_S = 10.0
 _CAPTURE_SLACK_S = 5.0
-_REFERENCE = {
-    "pinned": "pageable",
-    "symm_mem": "off",
-    "graph": "off",
-    "overlap": "off",
-    "defect": "none",
-    "fault": "off",
-}
-"""The undisturbed reference: nothing runs ahead, nothing is captured, nothing is retracted on purpose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,34 +79,6 @@ class Job:
 
     scenario: Scenario
     trials: Sequence[TrialPlan]
-
-
-@dataclass(slots=True)
-class Interrupts:
-    """Ctrl-C and SIGTERM while a run is up: the first is a wish, the second an order.
-
-    What comes later, or while everything is being ended anyway, is only counted: an interrupted teardown would
-    leave processes behind, and it has its own deadlines.
-    """
-
-    count: int = 0
-    ending: bool = False
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[Interrupts]:
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        for number in before:
-            signal.signal(number, self._came)
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _came(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self.count == 2 and not self.ending:
-            raise KeyboardInterrupt
 
 
 @dataclass(slots=True)
@@ -322,7 +291,7 @@ class Session:
                     self._keep_as_reference(reference, plan, ended)
             else:  # nobody waits for more ranks who interrupts a reference
                 ended, facts = NEVER_BEGAN, {}
-                view.never_began(_title(plan))
+                view.never_began(title(plan))
         except (ClusterError, TargetError, RayError) as error:
             if not begun and not self.interrupts.count and (why := ranks.broken()) is not None:
                 ranks.discard(_END_S)
@@ -330,7 +299,7 @@ class Session:
             ended = NEVER_BEGAN
             lost = "the ranks were lost" if begun else "the ranks could not be started"
             facts = {"unknown": f"{lost}: {error}"}
-            view.never_began(_title(plan))
+            view.never_began(title(plan))
         if self._dirty is not None:
             facts["unknown"] = self._dirty
         elif self.interrupts.count and not ended.finished:
@@ -351,7 +320,7 @@ class Session:
         )
         store.event("judged", outcome=document["outcome"], verdict=document["verdict"])
         view.judged(store.path)
-        view.end(_one_line(document))
+        view.end(one_line(document))
         outcome: str = document["outcome"]
         return outcome
 
@@ -374,18 +343,20 @@ class Session:
         *,
         reference: bool = False,
     ) -> Ended:
-        spec = _spec(scenario, plan, store, processes, self.wait_s(scenario), reference=reference)
+        spec = trial_spec(scenario, plan, store, processes, self.wait_s(scenario), reference=reference)
         spec = dataclasses.replace(spec, fault_files=[str(path) for path in self.request.fault_files])
         warm = ranks.trials > 0
-        watch = AgentWatch(agents, _settings(scenario, warm=warm), store.evidence, ranks.written(plan.device))
+        watch = AgentWatch(
+            agents, watchdog_settings(scenario, warm=warm), store.evidence, ranks.written(plan.device)
+        )
         limits = Limits(
             trial_s=scenario.watchdog.trial_timeout_s,
             capture_s=2 * scenario.watchdog.capture_s + _CAPTURE_SLACK_S,
         )
-        title = _title(plan)
+        shown = title(plan)
         ledgers = {rank: Path(path) for rank, path in spec.ledger_paths.items()}
         ledgers |= {r.rank: Path(r.ledger_path) for r in processes if r.ledger_path is not None}
-        view.begin(f"{title} (reference)" if reference else title, ledgers, counts=not reference)
+        view.begin(f"{shown} (reference)" if reference else shown, ledgers, counts=not reference)
         store.event("started", ranks=[entry.pid for entry in processes], warm=warm)
         trial = TrialRun(spec, ranks.target, watch, limits, processes)
         state: State = Planned()
@@ -423,7 +394,7 @@ class Session:
         ended = self._drive(scenario, plan, store, agents, ranks, processes, view, reference=True)
         write_json(folder / HISTORY, history(ended, processes))
         if ended.finished:
-            write_json(path, {"requests": _tokens(ended)})
+            write_json(path, {"requests": output_tokens(ended)})
             view.end("done")
             shutil.rmtree(folder)
             return
@@ -460,7 +431,7 @@ class Session:
         if path not in self._references:
             self._references.add(path)
             path.parent.mkdir(exist_ok=True)
-            write_json(path, {"requests": _tokens(ended), "of": plan.id})
+            write_json(path, {"requests": output_tokens(ended), "of": plan.id})
 
     def _hear(
         self, scenario: Scenario, store: TrialStore, ended: Ended, ranks: Ranks, view: LiveView
@@ -482,7 +453,7 @@ class Session:
         if done:
             store.write_latency(latencies(done))
         if ended.finished:
-            store.write_tokens(_tokens(ended))
+            store.write_tokens(output_tokens(ended))
         else:
             store.write_tokens(journal_tokens(store.path))
 
@@ -499,111 +470,9 @@ class Session:
             time.sleep(_POLL_S)
 
 
-def reference_path(run: Path, scenario: str, seed: int) -> Path:
-    """Tokens of the undisturbed reference of one scenario and seed."""
-    return run / "reference" / f"{safe_name(scenario)}.seed-{seed}.json"
-
-
-def context(planned: Mapping[str, Any], scenario: Scenario, run: Path, simulation: bool) -> TrialContext:
-    """``planned``: ``TrialPlan.to_json()``."""
-    return TrialContext(
-        planned=planned,
-        target=scenario.target.name,
-        world=scenario.target.ranks,
-        simulation=simulation,
-        retractions_required=scenario.require.retractions,
-        aborts_required=scenario.require.aborted,
-        faults=broken(scenario, resolved(planned)),
-        rerun=shlex.join(["hangrig", "rerun", str(run), planned["id"]]),
-    )
-
-
-def resolved(planned: Mapping[str, Any]) -> dict[str, str]:
-    """The toggles of a planned trial as its engine has them."""
-    return {name: str(one["resolved"]) for name, one in planned["resolved"].items()}
-
-
-def _spec(
-    scenario: Scenario,
-    plan: TrialPlan,
-    store: TrialStore,
-    ranks: Sequence[RankProcess],
-    wait_s: float,
-    *,
-    reference: bool,
-) -> TrialSpec:
-    # A foreign engine outlives its trials, and so do its ledgers: its ranks say where they are.
-    numbers = [] if is_foreign(scenario) else [entry.rank for entry in ranks]
-    (store.path / "tokens").mkdir(exist_ok=True)
-    sim = scenario.sim.model_dump()
-    sim["defects"] = [] if reference else plan.to_json()["defects"]
-    engine = scenario.engine.model_dump()
-    jitter = scenario.jitter.model_dump()
-    if reference:
-        engine["retract_every"] = 0
-        jitter["probability"] = 0.0
-    return TrialSpec(
-        id=store.id,
-        seed=plan.seed,
-        toggles=plan.toggles | _REFERENCE if reference else plan.toggles,
-        model=scenario.model.model_dump(),
-        engine=engine,
-        workload=scenario.workload.model_dump(),
-        client=scenario.client.model_dump(),
-        sim=sim,
-        jitter=jitter,
-        ledger_paths={rank: str(store.ledger_path(rank)) for rank in numbers},
-        decisions_paths={rank: str(store.decisions_path(rank)) for rank in numbers},
-        journal_paths={r.rank: str(store.path / "tokens" / f"rank{r.rank}.jsonl") for r in ranks},
-        timeout_s=wait_s,
-        nodes={entry.rank: entry.node for entry in ranks},
-        faults=[] if reference else broken(scenario, plan.toggles),
-        fault_logs={rank: str(store.fault_log_path(rank)) for rank in numbers},
-    )
-
-
-def broken(scenario: Scenario, toggles: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The faults of one arm of the built-in engine: as the scenario has them, or as its twin has."""
-    switch = toggles.get("fault", "off")
-    if switch == "off" or is_foreign(scenario):
-        return []
-    faults = [fault for fault in scenario.faults if isinstance(fault, Fault)]
-    return [(fault.repaired() if switch == "twin" else fault).model_dump(mode="json") for fault in faults]
-
-
-def is_foreign(scenario: Scenario) -> bool:
-    """The engine is not the built-in one."""
-    return scenario.target.name != BUILTIN
-
-
 def _compared(job: Job) -> set[int]:
     """Seeds whose tokens are held against those of an undisturbed trial: those with a trial that may not have any
     tokens. A foreign engine has no undisturbed one of its own."""
     if is_foreign(job.scenario):
         return set()
     return {plan.seed for plan in job.trials if plan.expectation.tokens != "any"}
-
-
-def _tokens(ended: Ended) -> dict[str, list[int]]:
-    """Output tokens by request."""
-    return {k: list(v) for result in ended.progress.done.values() for k, v in result.tokens.items()}
-
-
-def _settings(scenario: Scenario, *, warm: bool) -> WatchdogSettings:
-    """Ranks that have been through a trial are warm: their first steps compile nothing."""
-    names = {entry.name for entry in dataclasses.fields(WatchdogSettings)}
-    settings = WatchdogSettings(
-        **{name: value for name, value in scenario.watchdog.model_dump().items() if name in names}
-    )
-    return dataclasses.replace(settings, warm_steps=0) if warm else settings
-
-
-def _title(plan: TrialPlan) -> str:
-    return f"{plan.scenario} {plan.arm_string} seed {plan.seed}"
-
-
-def _one_line(document: Mapping[str, Any]) -> str:
-    """The end of a trial for the log: outcome, verdict, and the first check that did not pass."""
-    text = f"{document['outcome']} in {document['duration_s']:.1f} s, {document['verdict']}"
-    bad = [one for one in document["checks"] if one["verdict"] in ("fail", "unknown")]
-    return f"{text}: {bad[0]['name']}: {bad[0]['reason']}" if bad else text

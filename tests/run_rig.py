@@ -30,8 +30,8 @@ from harness.ledger_snapshot import Snapshot
 from harness.process_control import ProcessId
 from harness.pytest_plugin import HangOutcome, HangTrial
 from harness.scenario import from_record
-from harness.session import context
 from harness.store import RunStore, read_trial
+from harness.trial_spec import context
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "HANGRIG_TEST_RUN"

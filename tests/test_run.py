@@ -23,12 +23,13 @@ from harness import process_control
 from harness import run as run_room
 from harness import session as session_room
 from harness.cli import app
+from harness.interrupts import Interrupts
 from harness.live import LiveView
 from harness.process_control import ProcessId, myself
 from harness.pytest_plugin import HangOutcome
 from harness.request import BadRequest, RunOutcome, RunRequest
 from harness.scenario import find_scenario, load
-from harness.session import Interrupts, Job, Session
+from harness.session import Job, Session
 from harness.store import RunStore, load_schema
 
 LONGEST_S = 240
