@@ -17,6 +17,8 @@ it. Ranks that were suspected and went on are none of these: ``diagnosis_slow.py
    rank does something of its own while the others wait for it (``diagnosis_roots.py``);
 6. nothing decides: the facts, and no culprit.
 
+Where libraries of an accelerator left something, it is added then (``diagnosis_library.py``).
+
 Only what hardware can show is used: ledgers, the process table, host stacks. Stacks of a simulated device's
 stream threads add facts and decide nothing. Whatever is missing makes a diagnosis weaker, never wrong: who is
 blamed by exclusion is blamed only when everyone else is known.
@@ -43,6 +45,7 @@ from harness.diagnosis_device import no_room, nobody_missing
 from harness.diagnosis_events import lost_event
 from harness.diagnosis_groups import wrong_group
 from harness.diagnosis_hosts import hosts_alone
+from harness.diagnosis_library import with_library
 from harness.diagnosis_model import (
     Cause,
     Collective,
@@ -117,6 +120,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     recorded = {rank: tables.get(id(case.decisions(rank)), ()) for rank in case.views}
     if any(view.exception is not None for view in case.views.values()):
         cause = after_wrong_copies(cause, recorded)
+    if evidence.library is not None:
+        cause = with_library(cause, evidence.library, evidence.world)
     told = set(cause.facts)
     copies = tuple(fact for fact in copy_facts(recorded) if fact not in told)
     extra = (*copies, *(fact for view in case.everyone for fact in view.stack_facts()))
@@ -133,6 +138,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         times=evidence.times,
         missing_evidence=(*case.missing(), *cause.missing),
         simulation=evidence.device_is_simulation,
+        error_codes=evidence.library.codes if evidence.library is not None else (),
     )
 
 

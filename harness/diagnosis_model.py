@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from harness.error_codes import FoundCode
 from harness.ledger_snapshot import Snapshot
+from harness.offline.flight_recorder import FlightDump
 from harness.seats import Seat
 from harness.stacks import ProcessStacks
 
@@ -99,6 +101,53 @@ class Missing:
 
 
 @dataclass(frozen=True, slots=True)
+class LoggedCode:
+    """An error code in the log of a process; ``seat`` None: in a log of the node, of no process of ours."""
+
+    seat: Seat | None
+    found: FoundCode
+    evidence: str
+
+    def to_json(self) -> dict[str, Any]:
+        meaning = self.found.meaning
+        return {
+            "of": self.seat,
+            "code": self.found.code,
+            "title": meaning.title,
+            "role": meaning.role,
+            "means": meaning.means,
+            "source": meaning.source,
+            "line": self.found.line,
+            "count": self.found.count,
+            "peer": self.found.peer,
+            "evidence": self.evidence,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StatusWord:
+    """The newest operation of one group, by HCCL's status file of a rank; all words are the library's."""
+
+    rank: int
+    operation: str
+    sequence: str
+    group: str
+    status: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryEvidence:
+    """What the libraries of an accelerator left of a trial. ``flights``: recorders by rank, or what torch's
+    watchdog wrote into a log where there is none. ``unreadable``: ranks whose recorder is there and damaged."""
+
+    flights: Mapping[int, FlightDump] = field(default_factory=dict)
+    unreadable: frozenset[int] = frozenset()
+    codes: tuple[LoggedCode, ...] = ()
+    status: tuple[StatusWord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """One capture. ``reason`` is why it was made (the watchdog's); ``exceptions`` by seat, beside those in
     samples; ``deaths``: seconds since the trial's start at which processes were seen to end, by seat;
@@ -117,6 +166,8 @@ class Evidence:
     device_is_simulation: bool = False
     went_on: tuple[Seat, ...] | None = None
     """Processes that were suspected, sampled twice, and went on to the end of the trial; None: it did not end."""
+    library: LibraryEvidence | None = None
+    """None on devices without such libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +231,7 @@ class Diagnosis:
     times: Times
     missing_evidence: tuple[Missing, ...]
     simulation: bool
+    error_codes: tuple[LoggedCode, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The document, without tuples: what a JSON reader would give back."""
@@ -197,6 +249,7 @@ class Diagnosis:
             **asdict(self.times),
             "missing_evidence": [asdict(piece) for piece in self.missing_evidence],
             "simulation": self.simulation,
+            "error_codes": [one.to_json() for one in self.error_codes],
         }
 
 

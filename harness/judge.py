@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.checkers import Facts, check, compare_tokens, differing, verdict
+from harness.device_reading import read_library_evidence
 from harness.diagnose import Diagnosis, Evidence, EvidenceSample, Missing, RankEvidence, Times, diagnose
-from harness.diagnosis_model import nothing_stopped
+from harness.diagnosis_model import LibraryEvidence, nothing_stopped
 from harness.garbage import uncollected
 from harness.ledger_snapshot import Snapshot
 from harness.seats import Seat
@@ -330,7 +331,18 @@ def evidence_of(stored: StoredTrial, history: Document, context: TrialContext) -
         decisions=stored.all_decisions(),
         device_is_simulation=context.simulation,
         went_on=tuple(manifest.get("ranks", ())) if finished else None,
+        library=_library(stored, history, context, {**raised, **failed}),
     )
+
+
+def _library(
+    stored: StoredTrial, history: Document, context: TrialContext, raised: Mapping[Seat, str]
+) -> LibraryEvidence | None:
+    if context.planned.get("device") not in ("cuda", "npu"):
+        return None
+    rows = [*history.get("ranks", []), *history.get("others", [])]
+    pids: dict[int, Seat] = {int(row["pid"]): row.get("rank", row.get("name")) for row in rows}
+    return read_library_evidence(stored.path, pids, raised)
 
 
 def _rank_evidence(sample: StoredSample, seat: Seat, process: Document, known: Document) -> RankEvidence:
