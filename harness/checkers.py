@@ -43,6 +43,8 @@ class Facts:
     mechanism_expected: str | None
     mechanism: str | None
     tokens_expected: str
+    tokens_exact: bool
+    """Equal tokens can be asked of a single trial: in float32. Below it a changed batch flips one now and then."""
     finished: bool
     """Every rank brought its result."""
     leaks: Sequence[str]
@@ -206,6 +208,8 @@ def _tokens(facts: Facts) -> Check:
         return Check("tokens", "unknown", "no token to compare")
     if found.differ:
         what = f"{found.differ} of {len(facts.reference)} requests differ, first {found.first}"
+        if facts.tokens_expected == "equal" and not facts.tokens_exact:
+            return Check("tokens", "pass", f"{what}; below float32 the arm decides, by how often")
         return Check("tokens", "fail" if facts.tokens_expected == "equal" else "pass", what)
     return Check("tokens", "pass", f"all {found.compared} tokens equal those of the reference")
 

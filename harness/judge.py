@@ -44,6 +44,8 @@ class TrialContext:
     simulation: bool
     retractions_required: int
     rerun: str
+    tokens_exact: bool = True
+    """Its model works in float32."""
     aborts_required: int = 0
     """Requests that the engine must give up: the scenario has some that can never fit."""
     faults: Sequence[Document] = ()
@@ -67,6 +69,7 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
         mechanism_expected=context.planned["expected"]["mechanism"],
         mechanism=diagnosis.mechanism if diagnosis is not None else None,
         tokens_expected=context.planned["expected"]["tokens"],
+        tokens_exact=context.tokens_exact,
         finished=bool(history.get("finished")),
         leaks=history.get("leaks", []),
         retractions=history.get("retractions", 0),
@@ -131,6 +134,7 @@ def judge(store: TrialStore, context: TrialContext, reference: Path) -> dict[str
         "retractions": history.get("retractions", 0),
         "duration_s": history.get("duration_s", 0.0),
         "tokens_differ": compared.differ,
+        "tokens_exact": context.tokens_exact,
         "tokens_compared": compared.compared,
         "ranks": history.get("ranks", []),
         "others": history.get("others", []),

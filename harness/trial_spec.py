@@ -46,6 +46,7 @@ def context(planned: Mapping[str, Any], scenario: Scenario, run: Path, simulatio
         simulation=simulation,
         retractions_required=scenario.require.retractions,
         aborts_required=scenario.require.aborted,
+        tokens_exact=in_float32(scenario, str(planned["device"])),
         faults=broken(scenario, resolved(planned)),
         rerun=shlex.join(["hangrig", "rerun", str(run), planned["id"]]),
     )
@@ -103,6 +104,14 @@ def broken(scenario: Scenario, toggles: Mapping[str, str]) -> list[dict[str, Any
         return []
     faults = [fault for fault in scenario.faults if isinstance(fault, Fault)]
     return [(fault.repaired() if switch == "twin" else fault).model_dump(mode="json") for fault in faults]
+
+
+def in_float32(scenario: Scenario, device: str) -> bool:
+    """Whether equal tokens can be asked of a single trial: in a simulation, with the small presets, and where a
+    foreign engine was told float32. What a directory stores is taken for less."""
+    if is_foreign(scenario):
+        return scenario.engine.dtype == "float32"
+    return device == "sim" or (scenario.model.directory is None and scenario.model.preset != "lite")
 
 
 def is_foreign(scenario: Scenario) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.rates import observation, rate
+from harness.rates import Rate, observation, rate
 from harness.store import StoredRun, StoredTrial
 from reports import fields, verdicts
 from reports.diagnosis import read_diagnosis
@@ -226,6 +226,7 @@ def read_trial(
         engine=None if stored.engine is None else read_engine(stored.engine),
         known=(known or KnownIssues()).recognise(scenario, diagnosis),
         notes=fields.texts(document, "notes"),
+        tokens_exact=document.get("tokens_exact") is not False,
     )
 
 
@@ -271,7 +272,7 @@ def _scenarios(arms: Mapping[tuple[str, str], _Arm], plan: _Plan) -> tuple[Scena
         if planned is not None and fields.optional_text(planned, "same_as") and not arm.trials:
             twins.append(key)
         else:
-            built[key] = _arm(key[0], arm, planned, plan.leaver)
+            built[key] = _arm(key[0], arm, planned, plan.leaver, _pageable(key[0], arm, arms))
     for key in twins:
         built[key] = _twin(key[0], arms[key], plan.arms[key], built)
     names = dict.fromkeys(name for name, _ in arms)
@@ -282,13 +283,21 @@ def _scenarios(arms: Mapping[tuple[str, str], _Arm], plan: _Plan) -> tuple[Scena
     return tuple(scenarios)
 
 
-def _arm(scenario: str, arm: _Arm, planned: Document | None, leaver: str) -> ArmResult:
+def _pageable(scenario: str, arm: _Arm, arms: Mapping[tuple[str, str], _Arm]) -> Rate | None:
+    """How often tokens differ in the arm that has pageable copies and is alike otherwise: the measure of noise. An
+    arm that does not vary them is its own; None where that arm is not in the run."""
+    wanted = {**arm.arm, "pinned": "pageable"} if "pinned" in arm.arm else arm.arm
+    other = arms.get((scenario, arm_name(wanted)))
+    return None if other is None else verdicts.corrupt_rate(other.trials)
+
+
+def _arm(scenario: str, arm: _Arm, planned: Document | None, leaver: str, pageable: Rate | None) -> ArmResult:
     trials = arm.trials
     # A trial's own expectation comes first: it is what its checkers judged by.
     stated = [trial.expectation for trial in trials if trial.target != "unknown"]
     fallback = _planned_expectation(planned) if planned is not None else Expectation()
     expectation = stated[0] if stated else fallback
-    finding = verdicts.judge_arm(expectation, trials, arm.never_run, arm.left_out, leaver)
+    finding = verdicts.judge_arm(expectation, trials, arm.never_run, arm.left_out, leaver, pageable)
     hangs, corrupt = verdicts.hang_rate(trials), verdicts.corrupt_rate(trials)
     samples = _samples(trials)
     return ArmResult(

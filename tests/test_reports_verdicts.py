@@ -12,7 +12,7 @@ from run_fixture import ARMS, SCENARIO, RunBuilder, d1_run
 from harness.store import read_run
 from reports import markdown
 from reports.diagnosis import read_diagnosis
-from reports.model import Check, Expectation, Result, TrialResult, Verdict
+from reports.model import ArmResult, Check, Expectation, Result, TrialResult, Verdict
 from reports.result import build
 from reports.verdicts import exit_status, judge_arm, worst
 
@@ -227,3 +227,41 @@ def test_latency_comes_from_trials_that_ran_to_their_end(tmp_path: Path) -> None
         builder.trial(ARMS[0], seed, outcome, latency={"step": [float(seed + 1)] * 10})
     step = built(builder.finish()).arms[0].latency_us["step"]
     assert (step.count, step.p50, step.p95) == (20, 1.5, 2.0)
+
+
+# Tokens below float32 -------------------------------------------------------------------------------------
+
+
+def noisy(tmp_path: Path, differ: Mapping[str, int], trials: int = 20) -> dict[str, ArmResult]:
+    """Arms on an NPU in which so many of the trials have a differing token."""
+    builder = RunBuilder(tmp_path, device="npu")
+    for value, count in differ.items():
+        for seed in range(trials):
+            changes = {"tokens_exact": False, "device": "npu", "expected": "any"}
+            if seed < count:
+                changes["tokens_differ"] = 1
+            builder.trial({"pinned": value}, seed, "corrupt" if seed < count else "healthy", **changes)
+    return {str(arm.arm["pinned"]): arm for arm in build(read_run(builder.finish())).arms}
+
+
+def test_a_flip_now_and_then_is_the_engines_own_noise(tmp_path: Path) -> None:
+    arms = noisy(tmp_path, {"pageable": 3, "pinned": 4})
+    assert [arm.verdict for arm in arms.values()] == ["pass", "pass"]
+    assert "4 of 20 trials, in 3 of 20 with pageable copies" in arms["pinned"].why
+
+
+def test_more_flips_than_with_pageable_copies_fail(tmp_path: Path) -> None:
+    arms = noisy(tmp_path, {"pageable": 1, "pinned": 9})
+    assert (arms["pageable"].verdict, arms["pinned"].verdict) == ("pass", "fail")
+    assert "more often (p = 0.0042)" in arms["pinned"].why
+
+
+@pytest.mark.parametrize(
+    ("differ", "trials", "said"),
+    [({"pinned": 1}, 20, "no arm with pageable copies"), ({"pageable": 0, "pinned": 1}, 2, "too few trials")],
+)
+def test_without_a_measure_nothing_is_known(
+    tmp_path: Path, differ: Mapping[str, int], trials: int, said: str
+) -> None:
+    arm = noisy(tmp_path, differ, trials)["pinned"]
+    assert arm.verdict == "unknown" and said in arm.why
