@@ -695,6 +695,31 @@ def audit_command(
     leave(result.to_json(), result.text(), result.exit, style == "json")
 
 
+@app.command("history", epilog="Example: hangrig history runs --out history.html")
+@guarded
+def history_command(
+    runs_dir: Annotated[Path, typer.Argument(metavar="RUNS_DIR", help="Where runs are stored.")] = Path(
+        "runs"
+    ),
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page; RUNS_DIR/history.html else.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Many nights on one page: trends and steps of each arm, signatures from first to last."""
+    from harness.store import write_bytes
+    from reports import history, history_page
+    from reports.write import encode
+
+    try:
+        found = history.read(runs_dir)
+    except history.HistoryError as error:
+        fail_usage(str(error))
+    page = out or runs_dir / "history.html"
+    write_bytes(page, encode(history_page.render(found)))
+    leave(found.to_json(), f"{history_page.text(found)}\n{page}", 0, as_json)
+
+
 @app.command("compare", epilog="Example: hangrig compare runs/latest --by pinned")
 @guarded
 def compare_command(
