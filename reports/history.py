@@ -26,6 +26,7 @@ from reports import fields
 from reports.fields import Document
 from reports.run_changes import changes
 from reports.statistics import PRACTICAL_THRESHOLD
+from reports.words import microseconds
 
 SCHEMA = 1
 LATENCIES = ("step", "next_token_copy", "bitmask_copy", "token_count_copy")
@@ -80,9 +81,8 @@ class Step:
         if self.figure == "hangs":
             change = f"from {self.before * 100:.3g} % to {self.after * 100:.3g} %"
         else:
-            change = (
-                f"from {self.before:.4g} us to {self.after:.4g} us ({self.after / self.before:.2f} times)"
-            )
+            change = f"from {microseconds(self.before)} to {microseconds(self.after)}"
+            change += f" ({self.after / self.before:.2f} times)"
         return f"{self.figure}: {change} with {self.night} (p = {self.p:.2g}, corrected)"
 
 

@@ -100,7 +100,7 @@ def test_a_step_of_the_latency_is_found_with_its_night(nights: Nights) -> None:
     (line,) = nights.read().lines
     (step,) = history_page.found_steps(line)
     assert (step.figure, step.night) == ("step", nights.made[12])
-    assert step.words().startswith("step: from 9010 us to 1.101e+04 us (1.22 times) with 20260112")
+    assert step.words().startswith("step: from 9.01 ms to 11 ms (1.22 times) with 20260112")
 
 
 def test_a_step_of_the_hang_rate_is_found(nights: Nights) -> None:
