@@ -19,6 +19,7 @@ import pytest
 from local_ranks import Trial, Trials
 
 from harness.ledger import LedgerReader, Snapshot
+from harness.target import TrialSpec
 
 if TYPE_CHECKING:
     from local_ranks import LocalRanks
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 STALL_S = 3.0
 """Deadline of the engine's waits where it is to stall."""
 SEEDS = (1, 2, 3)
+ATTEMPTS = 10
+"""At a defect that is a race: outcomes are rates."""
 PREFILL_AT = 36
 DECODES_THEN_PREFILL = {
     "kind": "alternating",
@@ -194,11 +197,14 @@ def test_tokens_tell_host_memory_that_is_touched_too_early(
 ) -> None:
     """D2: the source is reused; D3: no order against the stream; D4: the block is given away."""
     short = Trials(tmp_path, SHORT)
-    spec = short.spec(timeout_s=STALL_S, toggles={"pinned": pinned}, sim=SLOW_COPIES | defect(name, 0, 1))
-    if differ:
-        trial = ranks.stressed(2, spec)
-        assert wrong_tokens(trial, unharmed) or failed_on_an_index(trial)
+
+    def spec() -> TrialSpec:
+        return short.spec(timeout_s=STALL_S, toggles={"pinned": pinned}, sim=SLOW_COPIES | defect(name, 0, 1))
+
+    if differ:  # a race: on a busy machine half of the trials get away with it
+        trials_of_it = (ranks.stressed(2, spec()) for _ in range(ATTEMPTS))
+        assert any(wrong_tokens(trial, unharmed) or failed_on_an_index(trial) for trial in trials_of_it)
     else:
-        trial = ranks.trial(2, spec)
+        trial = ranks.trial(2, spec())
         assert wrong_tokens(trial, unharmed) == []
         assert trial.tokens == unharmed
