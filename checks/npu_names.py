@@ -1,8 +1,9 @@
-"""What our code uses of torch_npu: names, call arguments and environment variables, found in its syntax trees.
+"""What our code uses of torch_npu and torch.cuda: names, arguments, environment variables, from its syntax trees.
 
-The module ``torch.npu`` reaches our code under a few names (MODULE), instances of its classes under a few more
-(INSTANCES): both are declared here by the expression that holds them, and an expression of the kind that nobody
-declared is an error, so that a new use cannot be overlooked. Not here: what exists (``npu_wheel.py``).
+The module ``torch.npu`` or ``torch.cuda`` reaches our code under a few names (MODULE), instances of its classes
+under a few more (INSTANCES), and some names are reached by ``getattr`` (REACHED): all are declared here by the
+expression that holds them. An expression of the kind that nobody declared is an error, so that a new use cannot be
+overlooked. Not here: what exists (``npu_wheel.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 FILES = (
@@ -31,12 +32,22 @@ FILES = (
     "serving/targets/builtin_device.py",
 )
 """Where code runs on an NPU. ``cuda.py`` beside them is CUDA's alone."""
+CUDA_FILES = (
+    *(file for file in FILES if file != "harness/devices/npu.py"),
+    "harness/devices/cuda.py",
+    "serving/symmetric_cuda.py",
+)
 MODULE = frozenset({"module", "self._module", "torch.npu"})
+_GIVE_MODULE = frozenset({"device_module", "torch.get_device_module"})
+GRAPH = "NPUGraph"
+"""``CUDAGraph`` where the module is torch.cuda."""
+MADE = {"Event": "Event", "ExternalEvent": "ExternalEvent", "Stream": "Stream", "current_stream": "Stream"}
+"""Of which class the result is, by the name that is called in the module."""
 INSTANCES = {
-    "graph.raw": "NPUGraph",
+    "graph.raw": GRAPH,
+    "graph.bound": "Event",
     "flag.raw": "ExternalEvent",
     "node.flag.raw": "ExternalEvent",
-    "self._module.ExternalEvent()": "ExternalEvent",
     "self._raw": "Event",
     "began": "Event",
     "ended": "Event",
@@ -46,13 +57,30 @@ INSTANCES = {
     "beat.event": "Event",
 }
 """By the expression that holds one, in the files above. ``event``: of the platform, where it is not one of ours."""
+SYMMETRIC = {"memory": "torch.distributed._symmetric_memory", "handle": "_SymmetricMemory"}
+"""The same for ``serving/symmetric_cuda.py`` alone."""
 METHODS = frozenset(
-    {"query", "record", "wait", "reset", "replay", "elapsed_time", "synchronize", "update", "wait_event"}
+    {"query", "record", "wait", "reset", "replay", "elapsed_time", "synchronize", "update"}
+    | {"wait_event", "wait_stream", "record_event", "capture_begin", "capture_end"}
 )
 OURS = frozenset(
     {"self", "stream", "self.compute", "self.update", "self.copy", "self.comm", "ours", "life", "graph"}
+    | {"life.stopped", "self._life.closed", "wake"}
 )
-"""Our own objects that have methods of such names."""
+"""Our own objects that have methods of such names, and the standard library's."""
+REACHED: dict[str, tuple[tuple[str, str], ...]] = {
+    "harness/device_facts.py: hasattr(module, _GRAPHS[device])": (("", GRAPH),),
+    "serving/probe/hangrig_probe/graphs.py: hasattr(module, name)": (("", GRAPH),),
+    "serving/probe/hangrig_probe/graphs.py: getattr(module, name)": (("", GRAPH),),
+    "serving/probe/hangrig_probe/graphs.py: getattr(graph_class, name)": (
+        (GRAPH, "capture_begin"),
+        (GRAPH, "capture_end"),
+        (GRAPH, "replay"),
+    ),
+}
+"""Names that stand in no attribute: file and call, then class (empty: the module) and name of each."""
+_CLASSES = frozenset({"graph_class"})
+"""Expressions that hold a class of the module."""
 _VARIABLE = re.compile(
     r"^(?:HCCL|TORCH_HCCL|ASCEND|ACL|NPU_SHMEM|TASK_QUEUE|PER_STREAM|STREAMS_PER|TORCH_DEVICE_BACKEND)_[A-Z_]+$"
 )
@@ -82,13 +110,20 @@ class UndeclaredError(ValueError):
     """Code uses something that may be torch_npu's and that is not declared here."""
 
 
-def uses(root: Path, files: tuple[str, ...] = FILES) -> list[Use]:
-    """Every use, once for each way of calling. Raises UndeclaredError and OSError."""
+def uses(root: Path, files: tuple[str, ...] = FILES, graph: str = GRAPH) -> list[Use]:
+    """Every use, once for each way of calling; ``graph``: the module's class of graphs. Raises UndeclaredError
+    and OSError."""
     found: dict[tuple[str, str, object], Use] = {}
     for file in files:
         for use in _uses(ast.parse((root / file).read_text()), file):
-            found.setdefault((use.owner, use.name, use.arguments), use)
+            if graph == GRAPH or not use.owner.startswith("torch_npu"):
+                own = replace(use, owner=_named(use.owner, graph), name=_named(use.name, graph))
+                found.setdefault((own.owner, own.name, own.arguments), own)
     return sorted(found.values(), key=lambda use: (use.owner, use.name, str(use.arguments)))
+
+
+def _named(name: str, graph: str) -> str:
+    return graph if name == GRAPH else name
 
 
 def variables(root: Path) -> dict[str, str]:
@@ -115,22 +150,69 @@ def _is_text(node: ast.AST) -> bool:
 def _uses(tree: ast.Module, file: str) -> Iterator[Use]:
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Attribute):
-            continue
-        call, holder, where = calls.get(id(node)), ast.unparse(node.value), f"{file}:{node.lineno}"
-        arguments = None if call is None else _arguments(call)
-        if holder in MODULE:
-            yield Use("", node.attr, arguments, where)
-        elif imported := re.fullmatch(r"import_module\('(torch_npu[\w.]*)'\)", holder):
-            yield Use(imported[1], node.attr, arguments, where)
-        elif node.attr in METHODS and holder not in OURS:
-            owner = INSTANCES.get(holder)
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            _check_name(node, file)
+        elif isinstance(node, ast.Call):
+            yield from _reached(node, file)
+        elif isinstance(node, ast.Attribute):
+            call, holder, where = calls.get(id(node)), ast.unparse(node.value), f"{file}:{node.lineno}"
+            owner = _owner(node.value, where)
+            if owner is None and file == "serving/symmetric_cuda.py":
+                owner = SYMMETRIC.get(holder)
+            if owner is None and node.attr in METHODS and holder not in OURS:
+                owner = INSTANCES.get(holder)
+                if owner is None:
+                    raise UndeclaredError(
+                        f"{where}: {holder}.{node.attr}: say of which class {holder} is, in INSTANCES or OURS"
+                    )
             if owner is not None:
-                yield Use(owner, node.attr, arguments, where)
-            elif holder.endswith("raw"):
-                raise UndeclaredError(
-                    f"{where}: {holder}.{node.attr}: say of which class {holder} is, in INSTANCES"
-                )
+                yield Use(owner, node.attr, None if call is None else _arguments(call), where)
+
+
+def _owner(node: ast.expr, where: str) -> str | None:
+    """Whose attributes these are, by the expression alone: "" is the module, None: nothing says so."""
+    text = ast.unparse(node)
+    if text in MODULE or _gives_module(node):
+        return ""
+    if imported := re.fullmatch(r"import_module\('(torch_npu[\w.]*)'\)", text):
+        return imported[1]
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return None
+    if _owner(node.func.value, where) != "":
+        return None
+    if node.func.attr not in MADE:
+        raise UndeclaredError(f"{where}: {text}: say of which class that is, in MADE")
+    return MADE[node.func.attr]
+
+
+def _gives_module(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in _GIVE_MODULE
+
+
+def _check_name(node: ast.Assign | ast.AnnAssign, file: str) -> None:
+    """The module may be kept under a declared name only."""
+    if node.value is None or not _gives_module(node.value):
+        return
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        if ast.unparse(target) not in MODULE:
+            raise UndeclaredError(f"{file}:{node.lineno}: {ast.unparse(target)} holds the module: see MODULE")
+
+
+def _reached(call: ast.Call, file: str) -> Iterator[Use]:
+    if not (isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr")):
+        return
+    where, of = f"{file}:{call.lineno}", ast.unparse(call.args[0])
+    if of not in _CLASSES and _owner(call.args[0], where) != "":
+        return
+    name = call.args[1]
+    if isinstance(name, ast.Constant) and isinstance(name.value, str) and of not in _CLASSES:
+        yield Use("", name.value, None, where)
+        return
+    known = REACHED.get(f"{file}: {ast.unparse(call)}")
+    if known is None:
+        raise UndeclaredError(f"{where}: {ast.unparse(call)}: say which names that reaches, in REACHED")
+    for owner, one in known:
+        yield Use(owner, one, None, where)
 
 
 def _arguments(call: ast.Call) -> tuple[int, tuple[str, ...]]:

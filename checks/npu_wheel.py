@@ -1,4 +1,4 @@
-"""What a torch_npu wheel offers, read in place: nothing of it is installed, imported or run.
+"""What a wheel of torch_npu or torch offers, read in place: nothing of it is installed, imported or run.
 
 Python sources tell names and signatures. What is bound in C++ (the bases of Stream, Event and graphs) and the
 environment variables that libraries read are texts in the libraries: that a text is there shows that the name
@@ -8,9 +8,9 @@ exists, not how it is called. Not here: what we use (``npu_names.py``).
 from __future__ import annotations
 
 import ast
-import mmap
 import re
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,17 +18,22 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """``names``: parameters in order, without self. ``most`` None: any number of positional ones. ``open``: any
-    keyword, too."""
+    """``names``: parameters in order, without self, of which the first ``positional`` may come without their name.
+    ``many``: any number more of those; ``open``: any keyword, too. ``needed``: those without a default."""
 
     names: tuple[str, ...]
-    most: int | None
+    positional: int
+    many: bool
     open: bool
+    needed: frozenset[str]
 
     def takes(self, count: int, names: tuple[str, ...]) -> bool:
-        if self.most is not None and count > self.most:
+        if count > self.positional and not self.many:
             return False
-        return self.open or set(names) <= set(self.names[count:])
+        placed = min(count, self.positional)
+        if self.needed - {*self.names[:placed], *names}:
+            return False
+        return self.open or set(names) <= set(self.names[placed:])
 
 
 @dataclass
@@ -36,6 +41,7 @@ class Wheel:
     """``path``: the .whl file, or a folder that one was unpacked into."""
 
     path: Path
+    package: str = "torch_npu"
     _trees: dict[str, ast.Module | None] = field(default_factory=dict)
 
     @cached_property
@@ -51,7 +57,8 @@ class Wheel:
     @property
     def version(self) -> str:
         """By its metadata folder; ? where it has none."""
-        found = [re.match(r"torch_npu-([\w.+]+)\.dist-info/", name) for name in self.files]
+        pattern = re.compile(re.escape(self.package) + r"-([\w.+]+)\.dist-info/")
+        found = [pattern.match(name) for name in self.files]
         return next((one[1] for one in found if one), "?")
 
     def read(self, name: str) -> bytes | None:
@@ -63,30 +70,36 @@ class Wheel:
         """The syntax tree of a module, ``torch_npu.npu``; None where there is none."""
         if module not in self._trees:
             base = module.replace(".", "/")
-            source = self.read(f"{base}.py") or self.read(f"{base}/__init__.py")
+            names = (f"{base}.py", f"{base}/__init__.py", f"{base}.pyi")
+            source = next((found for name in names if (found := self.read(name)) is not None), None)
             self._trees[module] = None if source is None else ast.parse(source)
         return self._trees[module]
 
     def binds(self, module: str, name: str) -> bool:
         """Whether the module defines or imports the name, or lists it in ``__all__``."""
         tree = self.tree(module)
-        return tree is not None and (
-            any(_binds(node, name) for node in tree.body)
-            or any(isinstance(node, ast.Constant) and node.value == name for node in ast.walk(tree))
-        )
+        return tree is not None and any(_binds(node, name) for node in tree.body)
 
-    def defined(self, name: str, package: str = "torch_npu/npu/") -> ast.FunctionDef | ast.ClassDef | None:
-        """The function or class of that name, in whatever module of the package it stands at top level."""
-        for file in self.files:
-            if file.startswith(package) and file.endswith(".py"):
-                tree = self.tree(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    def defined(
+        self, name: str, places: Sequence[str] = ("torch_npu/npu/",)
+    ) -> ast.FunctionDef | ast.ClassDef | None:
+        """The function or class of that name at top level of a module whose file begins with one of ``places``."""
+        for file in (file for place in places for file in self.files if file.startswith(place)):
+            if file.endswith((".py", ".pyi")):
+                tree = self.tree(re.sub(r"(/__init__)?\.pyi?$", "", file).replace("/", "."))
                 for node in [] if tree is None else tree.body:
-                    if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+                    if (
+                        isinstance(node, ast.FunctionDef | ast.ClassDef)
+                        and node.name == name
+                        and "overload" not in map(ast.unparse, node.decorator_list)
+                    ):
                         return node
         return None
 
-    def method(self, owner: str, name: str) -> ast.FunctionDef | None:
-        found = self.defined(owner)
+    def method(
+        self, owner: str, name: str, places: Sequence[str] = ("torch_npu/npu/",)
+    ) -> ast.FunctionDef | None:
+        found = self.defined(owner, places)
         if not isinstance(found, ast.ClassDef):
             return None
         return next(
@@ -98,11 +111,11 @@ class Wheel:
         return next((name for name, content in self._libraries.items() if _has_word(content, text)), None)
 
     def in_sources(self, text: str) -> str | None:
-        pattern = re.compile(rb"\b" + re.escape(text.encode()) + rb"\b")
-        return next((name for name, content in self._sources.items() if pattern.search(content)), None)
+        """The same of Python sources."""
+        return next((name for name, content in self._sources.items() if _has_word(content, text)), None)
 
     @cached_property
-    def _libraries(self) -> dict[str, bytes | mmap.mmap]:
+    def _libraries(self) -> dict[str, bytes]:
         return {name: self.read(name) or b"" for name in self.files if re.search(r"\.so(\.|$)", name)}
 
     @cached_property
@@ -115,9 +128,17 @@ def _binds(node: ast.stmt, name: str) -> bool:
         return node.name == name
     if isinstance(node, ast.ImportFrom | ast.Import):
         return any((alias.asname or alias.name) == name for alias in node.names)
-    if isinstance(node, ast.Assign):
-        return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+    if isinstance(node, ast.Assign | ast.AugAssign):
+        held = {target.id for target in _targets(node) if isinstance(target, ast.Name)}
+        return name in held or (
+            "__all__" in held
+            and any(isinstance(one, ast.Constant) and one.value == name for one in ast.walk(node.value))
+        )
     return False
+
+
+def _targets(node: ast.Assign | ast.AugAssign) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
 def signature(node: ast.FunctionDef | ast.ClassDef) -> Signature | None:
@@ -132,16 +153,30 @@ def signature(node: ast.FunctionDef | ast.ClassDef) -> Signature | None:
         return max(makers, key=lambda found: len(found.names), default=None)
     arguments = node.args
     names = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
+    needed = {*names[: len(names) - len(arguments.defaults)]} - {"self", "cls"}
+    needed |= {
+        one.arg
+        for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is None
+    }
     if names[:1] in (["self"], ["cls"]):
         names = names[1:]
     keywords = [one.arg for one in arguments.kwonlyargs]
     return Signature(
-        (*names, *keywords), None if arguments.vararg else len(names), arguments.kwarg is not None
+        (*names, *keywords),
+        len(names),
+        arguments.vararg is not None,
+        arguments.kwarg is not None,
+        frozenset(needed),
     )
 
 
-def _has_word(content: bytes | mmap.mmap, text: str) -> bool:
-    return (
-        re.search(rb"(?<![A-Za-z0-9_])" + re.escape(text.encode()) + rb"(?![A-Za-z0-9_])", content)
-        is not None
-    )
+def _has_word(content: bytes, text: str) -> bool:
+    word = text.encode()
+    at = content.find(word)
+    while at >= 0:
+        beside = content[max(at - 1, 0) : at] + content[at + len(word) : at + len(word) + 1]
+        if not re.search(rb"[A-Za-z0-9_]", beside):
+            return True
+        at = content.find(word, at + 1)
+    return False
